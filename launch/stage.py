@@ -1,0 +1,43 @@
+"""
+Train one stage of a recipe. Start it with the DeepSpeed launcher:
+
+    deepspeed --num_gpus 8 launch/stage.py --recipe recipes/paper/2-moe-5b.yaml --run runs/paper
+
+The stage goes on from its newest checkpoint in <run>/<stage>; a stage with a `grow:` section first grows the last
+checkpoint of its parent stage. Ctrl-C or SIGTERM saves at the next step and leaves; the same command goes on.
+"""
+
+import argparse
+from pathlib import Path
+
+from lightninglm.distributed import process_group
+from lightninglm.recipe import load_recipe
+from lightninglm.training.prepare import prepare_stage
+from lightninglm.training.stage import run_stage
+
+from growth.chain import grow_chain  # isort: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", required=True, type=Path, help="YAML file of the stage")
+    parser.add_argument("--run", required=True, type=Path, help="folder of the run; the stage gets a folder in it")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a recipe value, e.g. train.tokens=1e6"
+    )
+    parser.add_argument("--accept-changes", action="store_true", help="go on although the recipe was edited")
+    parser.add_argument("--local_rank", type=int, default=0, help="set by the launcher")
+    args = parser.parse_args()
+
+    process_group.init_distributed()
+    with process_group.raise_together():
+        recipe = load_recipe(args.recipe, args.set)
+        recipe.check_world(process_group.world_size())
+    with process_group.raise_together():
+        if process_group.is_main_rank():
+            prepare_stage(recipe, args.run, grow_chain)
+    return run_stage(recipe, args.run, accept_changes=args.accept_changes)
+
+
+if __name__ == "__main__":
+    process_group.run(main)

@@ -1,0 +1,1 @@
+"""LightningLM: train a sparse language model that grows, on one node."""

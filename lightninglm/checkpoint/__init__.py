@@ -1,0 +1,45 @@
+"""The checkpoint folder: one format for training, growth, fine-tuning and HuggingFace, written and read here only."""
+
+from lightninglm.checkpoint.errors import CheckpointError
+from lightninglm.checkpoint.layout import (
+    OPTIMIZER_KEYS,
+    TensorInfo,
+    from_disk_name,
+    is_stacked,
+    parse_step,
+    step_folder,
+    to_disk_name,
+)
+from lightninglm.checkpoint.reader import CheckpointReader
+from lightninglm.checkpoint.retention import (
+    Skipped,
+    list_checkpoints,
+    newest_checkpoint,
+    prune,
+    remove_checkpoint,
+    remove_leftovers,
+)
+from lightninglm.checkpoint.verification import Finding, explain
+from lightninglm.checkpoint.writer import CheckpointWriter, require_space
+
+__all__ = [
+    "OPTIMIZER_KEYS",
+    "CheckpointError",
+    "CheckpointReader",
+    "CheckpointWriter",
+    "Finding",
+    "Skipped",
+    "TensorInfo",
+    "explain",
+    "from_disk_name",
+    "is_stacked",
+    "list_checkpoints",
+    "newest_checkpoint",
+    "parse_step",
+    "prune",
+    "remove_checkpoint",
+    "remove_leftovers",
+    "require_space",
+    "step_folder",
+    "to_disk_name",
+]

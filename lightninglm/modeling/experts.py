@@ -1,0 +1,235 @@
+"""
+The routed experts: one SwiGLU per expert, as grouped matrix products over rows sorted by expert.
+
+R rows, E local experts, H hidden size, F expert width. Each stacked weight gets a gradient in every backward pass,
+zeros for an expert without rows: data-parallel replicas of an expert must reduce the same list of gradients.
+"""
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from .configuration_lightninglm import LightningLMConfig
+
+GROUPED_MM_MULTIPLE = 8  # grouped_mm wants rows of a multiple of 16 bytes, 8 entries of bf16
+
+
+def naive_experts(x_RH: torch.Tensor, counts: torch.Tensor, gate_EFH, up_EFH, down_EHF) -> torch.Tensor:
+    """The readable reference: every expert in turn, W_down (SiLU(W_gate x) * W_up x) on its own rows."""
+    outputs = [
+        (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
+        for x, gate, up, down in zip(x_RH.split(counts.tolist()), gate_EFH, up_EFH, down_EHF, strict=True)
+    ]
+    return torch.cat(outputs)
+
+
+class LoopMatmul:
+    """Grouped matrix products as one matrix product per expert that has rows."""
+
+    def __init__(self, counts: torch.Tensor):
+        self.sizes = counts.tolist()
+
+    def rows_by_weight(self, x_RI: torch.Tensor, weight_EIO: torch.Tensor, out=None, add: bool = False):
+        """y = x W_e for the rows of each expert e: [R, I], [E, I, O] -> [R, O], written or added to `out` if given."""
+        if out is None:
+            out = x_RI.new_empty(x_RI.shape[0], weight_EIO.shape[2])
+        groups = zip(self.sizes, x_RI.split(self.sizes), weight_EIO.unbind(), out.split(self.sizes), strict=True)
+        for size, x, weight, y in groups:
+            if size:
+                torch.addmm(y, x, weight, beta=int(add), out=y)
+        return out
+
+    def rows_by_rows(self, a_RO: torch.Tensor, b_RI: torch.Tensor) -> torch.Tensor:
+        """a_e^T b_e over the rows of each expert e: [R, O], [R, I] -> [E, O, I]; zeros without rows."""
+        out = a_RO.new_empty(len(self.sizes), a_RO.shape[1], b_RI.shape[1])
+        groups = zip(self.sizes, a_RO.split(self.sizes), b_RI.split(self.sizes), out.unbind(), strict=True)
+        for size, a, b, product in groups:
+            if size:
+                torch.mm(a.t(), b, out=product)
+            else:
+                product.zero_()
+        return out
+
+
+class GroupedMatmul:
+    """The same products by `torch.nn.functional.grouped_mm`, one kernel for all experts, no host synchronization."""
+
+    def __init__(self, counts: torch.Tensor, device: torch.device):
+        self.ends = counts.to(device).cumsum(0).to(torch.int32)
+
+    def rows_by_weight(self, x_RI: torch.Tensor, weight_EIO: torch.Tensor, out=None, add: bool = False):
+        y_RO = F.grouped_mm(x_RI, weight_EIO, offs=self.ends)
+        if out is None:
+            return y_RO
+        return out.add_(y_RO) if add else out.copy_(y_RO)
+
+    def rows_by_rows(self, a_RO: torch.Tensor, b_RI: torch.Tensor) -> torch.Tensor:
+        return F.grouped_mm(a_RO.t(), b_RI, offs=self.ends)
+
+
+def choose_matmul(backend: str, x_RH: torch.Tensor, counts: torch.Tensor) -> LoopMatmul | GroupedMatmul:
+    """The products behind `experts_backend`; `"auto"` is grouped_mm for bf16 on CUDA and the loop elsewhere."""
+    if backend == "auto":
+        backend = "grouped_mm" if x_RH.is_cuda and x_RH.dtype == torch.bfloat16 else "torch"
+    return GroupedMatmul(counts, x_RH.device) if backend == "grouped_mm" else LoopMatmul(counts)
+
+
+class _SwiGLUExperts(torch.autograd.Function):
+    """y = W_down (SiLU(W_gate x) * W_up x) per expert; keeps x and the two products, not their combination."""
+
+    @staticmethod
+    def forward(ctx, x_RH, gate_EFH, up_EFH, down_EHF, matmul):
+        gate_RF = matmul.rows_by_weight(x_RH, gate_EFH.transpose(1, 2))
+        up_RF = matmul.rows_by_weight(x_RH, up_EFH.transpose(1, 2))
+        ctx.save_for_backward(x_RH, gate_RF, up_RF, gate_EFH, up_EFH, down_EHF)
+        ctx.matmul = matmul
+        return matmul.rows_by_weight(F.silu(gate_RF).mul_(up_RF), down_EHF.transpose(1, 2))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_RH):
+        x_RH, gate_RF, up_RF, gate_EFH, up_EFH, down_EHF = ctx.saved_tensors
+        matmul, (need_x, need_gate, need_up, need_down, _) = ctx.matmul, ctx.needs_input_grad
+        grad_RH = grad_RH.contiguous()
+        activated_RF = F.silu(gate_RF)
+        grad_down = matmul.rows_by_rows(grad_RH, activated_RF * up_RF) if need_down else None
+        grad_hidden_RF = matmul.rows_by_weight(grad_RH, down_EHF)
+        grad_gate_RF = torch.ops.aten.silu_backward(grad_hidden_RF * up_RF, gate_RF)
+        grad_up_RF = grad_hidden_RF.mul_(activated_RF)
+        grad_gate = matmul.rows_by_rows(grad_gate_RF, x_RH) if need_gate else None
+        grad_up = matmul.rows_by_rows(grad_up_RF, x_RH) if need_up else None
+        grad_x = None
+        if need_x:
+            grad_x = matmul.rows_by_weight(grad_gate_RF, gate_EFH)
+            grad_x = matmul.rows_by_weight(grad_up_RF, up_EFH, out=grad_x, add=True)
+        return grad_x, grad_gate, grad_up, grad_down, None
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """y = x W_e^T for the rows of each expert e."""
+
+    @staticmethod
+    def forward(ctx, x_RI, weight_EOI, matmul):
+        ctx.save_for_backward(x_RI, weight_EOI)
+        ctx.matmul = matmul
+        return matmul.rows_by_weight(x_RI, weight_EOI.transpose(1, 2))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_RO):
+        x_RI, weight_EOI = ctx.saved_tensors
+        grad_RO = grad_RO.contiguous()
+        grad_x = ctx.matmul.rows_by_weight(grad_RO, weight_EOI) if ctx.needs_input_grad[0] else None
+        grad_weight = ctx.matmul.rows_by_rows(grad_RO, x_RI) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, None
+
+
+def grouped_linear(x_RI: torch.Tensor, weight_EOI: torch.Tensor, matmul) -> torch.Tensor:
+    """y = x W_e^T for the rows of each expert e, differentiable: [R, I], [E, O, I] -> [R, O]."""
+    return _GroupedLinear.apply(x_RI, weight_EOI, matmul)
+
+
+class StackedLinear(nn.Module):
+    """One projection of all local experts: weight [E_local, out, in]."""
+
+    def __init__(self, num_experts: int, in_features: int, out_features: int, std: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
+        nn.init.normal_(self.weight, std=std)
+
+    def extra_repr(self) -> str:
+        return f"experts, out, in = {tuple(self.weight.shape)}"
+
+
+class Experts(nn.Module):
+    """
+    SwiGLU experts without biases, stacked.
+
+    Args:
+        config: sizes and `experts_backend`.
+        num_local_experts: experts to allocate here; all of them by default.
+
+    Attributes:
+        num_experts: routed experts of the layer, on all ranks.
+        expert_start, expert_count: the block of them that is here.
+        num_local_experts: allocated here, at least `expert_count`; the rest is zero padding and gets no token.
+    """
+
+    def __init__(self, config: LightningLMConfig, num_local_experts: int | None = None):
+        super().__init__()
+        self.backend = expert_backend(config)
+        self.num_experts = config.num_experts
+        self.num_local_experts = config.num_experts if num_local_experts is None else num_local_experts
+        self.expert_start, self.expert_count = 0, min(self.num_experts, self.num_local_experts)
+        local, hidden, width = self.num_local_experts, config.hidden_size, config.moe_intermediate_size
+        self.gate_proj = StackedLinear(local, hidden, width, config.initializer_range)
+        self.up_proj = StackedLinear(local, hidden, width, config.initializer_range)
+        self.down_proj = StackedLinear(local, width, hidden, config.initializer_range)
+
+    def forward(self, x_RH: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        """
+        Each expert on its own rows.
+
+        Args:
+            x_RH: [R, H], rows sorted by local expert.
+            tokens_per_expert: [E_local] int64, rows of each; they sum to R.
+        """
+        weights = (self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
+        x_RH = x_RH.to(weights[0].dtype)
+        if self.backend == "naive":
+            return naive_experts(x_RH, tokens_per_expert, *weights)
+        matmul = choose_matmul(self.backend, x_RH, tokens_per_expert)
+        return _SwiGLUExperts.apply(x_RH, *weights, matmul)
+
+
+def expert_backend(config: LightningLMConfig) -> str:
+    """
+    `config.experts_backend`, checked; `"auto"` is the loop where the sizes do not suit grouped_mm.
+
+    Raises:
+        ValueError: the backend does not exist, or grouped_mm is asked for and cannot align the rows.
+    """
+    backend = config.experts_backend
+    if backend == "triton":
+        raise ValueError(
+            "config.experts_backend = 'triton': there is no Triton kernel for experts; "
+            "use 'auto', 'torch', 'grouped_mm' or 'naive'"
+        )
+    sizes = {"hidden_size": config.hidden_size, "moe_intermediate_size": config.moe_intermediate_size}
+    if config.expert_quantization is not None:
+        sizes["expert_quantization.rank"] = config.expert_quantization["rank"]
+    for name, size in sizes.items():
+        if size % GROUPED_MM_MULTIPLE:
+            if backend == "grouped_mm":
+                raise ValueError(
+                    f"config.{name} = {size}: experts_backend = 'grouped_mm' needs a multiple of {GROUPED_MM_MULTIPLE}"
+                )
+            return "torch" if backend == "auto" else backend
+    return backend
+
+
+@torch.no_grad()
+def shard_experts(experts: nn.Module, start: int, count: int, padded: int) -> None:
+    """
+    Keeps, in place, only one block of the experts; works on the meta device too.
+
+    Args:
+        experts: `Experts` or `QuantizedExperts` that holds all experts.
+        start, count: the block to keep.
+        padded: experts to allocate; those beyond `count` are zero.
+    Raises:
+        ValueError: the block is not inside the experts, or they are sharded already.
+    """
+    total = experts.num_experts
+    if experts.expert_count != total:
+        raise ValueError(f"experts are sharded already: {experts.expert_count} of {total} are here")
+    if min(start, count) < 0 or start + count > total or padded < count:
+        raise ValueError(f"cannot keep experts {start}..{start + count - 1} of {total} in {padded} slots")
+    for stack in (experts.gate_proj, experts.up_proj, experts.down_proj):
+        for name, tensor in [*stack.named_parameters(), *stack.named_buffers()]:
+            block = tensor.new_zeros(padded, *tensor.shape[1:])
+            block[:count] = tensor[start : start + count]
+            is_parameter = isinstance(tensor, nn.Parameter)
+            setattr(stack, name, nn.Parameter(block, tensor.requires_grad) if is_parameter else block)
+    experts.expert_start, experts.expert_count, experts.num_local_experts = start, count, padded

@@ -1,0 +1,54 @@
+"""What must be there before a stage trains: its data, and for a grown stage the grown checkpoint."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from lightninglm.checkpoint import CheckpointError, CheckpointReader, newest_checkpoint
+from lightninglm.checkpoint.layout import step_folder
+from lightninglm.data.loader import heldout_file
+from lightninglm.data.prepare import prepare
+
+
+def prepare_stage(recipe, run_folder: Path, grow_chain: Callable) -> None:
+    """
+    Builds the data of the stage and, when it has no checkpoint yet, grows its parent's last one into step 0.
+
+    Safe to repeat: what is complete is left alone. One process at a time (see `RunLock`).
+
+    Args:
+        recipe: the stage.
+        run_folder: holds `data/` and one folder per stage.
+        grow_chain: `growth.chain.grow_chain`, passed in because this package does not know growth.
+    Raises CheckpointError when the parent has no finished checkpoint, and whatever preparing and growing raise.
+    """
+    length = recipe.data.sequence_length
+    prepare(recipe.data_source(), run_folder / "data", length)
+    stage_folder = run_folder / recipe.name
+    if recipe.grow is None or newest_checkpoint(stage_folder)[0] is not None:
+        return
+    grow_chain(
+        finished_checkpoint(run_folder, recipe.grow.source),
+        stage_folder / step_folder(0),
+        recipe.grow.steps,
+        stage=recipe.name,
+        seed=recipe.train.seed,
+        heldout=heldout_file(data_folder(recipe, run_folder), length),
+    )
+
+
+def data_folder(recipe, run_folder: Path) -> Path:
+    """Where the packed sequences of a stage are: in the run, unless the recipe names a folder of its own."""
+    source = recipe.data_source()
+    return Path(source["path"]) if source["kind"] == "packed" else run_folder / "data"
+
+
+def finished_checkpoint(run_folder: Path, stage: str) -> Path:
+    """The last checkpoint of a finished stage. Raises CheckpointError when it is not finished or never ran."""
+    folder, _ = newest_checkpoint(run_folder / stage)
+    if folder is None:
+        raise CheckpointError(f"stage '{stage}' has no complete checkpoint in {run_folder / stage}: train it first")
+    if not CheckpointReader(folder).trainer_state["finished"]:
+        raise CheckpointError(
+            f"stage '{stage}' has not finished (its newest checkpoint is {folder}): train it to the end"
+        )
+    return folder

@@ -1,0 +1,241 @@
+"""One stage of a recipe on the ranks of this process group: from its newest checkpoint to its last step."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightninglm.checkpoint import CheckpointError, CheckpointReader, newest_checkpoint, prune, remove_leftovers
+from lightninglm.checkpoint.layout import step_folder
+from lightninglm.data.loader import PackedData
+from lightninglm.data.order import GlobalOrder
+from lightninglm.distributed.checkpointing import load_checkpoint, save_checkpoint
+from lightninglm.distributed.ds_config import load_ds_config
+from lightninglm.distributed.engine import build_engine, parameter_groups
+from lightninglm.distributed.expert_parallel import apply_expert_parallel
+from lightninglm.distributed.process_group import is_main_rank, raise_together, world_size
+from lightninglm.modeling.byte_embedding import token_bytes, tokens_sha256
+from lightninglm.modeling.configuration_lightninglm import LightningLMConfig
+from lightninglm.modeling.initialization import initialize_model
+from lightninglm.modeling.modeling_lightninglm import LightningLMForCausalLM
+from lightninglm.training.interruption import Interruption
+from lightninglm.training.lineage import LINEAGE_PID
+from lightninglm.training.loop import Trainer
+from lightninglm.training.metrics import MetricsLogger
+from lightninglm.training.prepare import data_folder
+
+
+@dataclass
+class _Start:
+    """Where a stage starts: the checkpoint it goes on from (None for a fresh seed), and what belongs to it."""
+
+    checkpoint: Path | None
+    config: LightningLMConfig
+    state: dict[str, Any]
+    data: PackedData
+    notes: list[str]
+
+
+def run_stage(recipe, run_folder: Path, *, accept_changes: bool = False) -> int:
+    """
+    Trains the stage to its end, or until it is asked to stop.
+
+    Collective over all ranks of the process group. Everything is checked before anything is replaced.
+
+    Args:
+        recipe: the stage.
+        run_folder: holds `data/` and one folder per stage.
+        accept_changes: go on although the recipe differs from the one the newest checkpoint was made with.
+    Returns:
+        0, or 128 + the signal's number when a signal stopped it (everything is saved then).
+    Raises:
+        ValueError: bad input, in one line. TrainingError: a non-finite loss.
+    """
+    folder = run_folder / recipe.name
+    with raise_together():
+        start = _find_start(recipe, run_folder, accept_changes)
+        ds_config = load_ds_config(
+            recipe.deepspeed_file,
+            micro_batch=recipe.train.micro_batch,
+            accumulation=recipe.train.global_batch // (recipe.train.micro_batch * world_size()),
+            world_size=world_size(),
+            dtype=recipe.train.dtype,
+            optimizer={name: getattr(recipe.optimizer, name) for name in ("lr", "betas", "eps", "weight_decay")},
+            gradient_clipping=recipe.optimizer.clip,
+            expert_parallel=recipe.train.expert_parallel,
+        )
+    state, data = start.state, start.data
+    if state["finished"]:
+        if is_main_rank():
+            print(f"stage '{recipe.name}' has finished: {start.checkpoint}")
+        return 0
+
+    logger = None
+    with raise_together():
+        if is_main_rank():
+            remove_leftovers(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            wandb = {"project": recipe.logging.project, "name": recipe.name} if recipe.logging.wandb else None
+            logger = MetricsLogger(folder, recipe.name, state["step"], state["total_steps"], wandb)
+            for note in start.notes:
+                logger.say(note)
+
+    watched = os.environ.get(LINEAGE_PID)
+    with Interruption(watch_pid=int(watched) if watched else None) as interruption:
+        engine = _build_engine(recipe, start, ds_config)
+        order = GlobalOrder(data.sizes, recipe.data.mixture, recipe.data.seed, state["data"]["domain_offsets"])
+
+        def save(state: dict[str, Any]) -> None:
+            state["data"]["next_domain_offsets"] = order.offsets_after(state["data"]["position"])
+            target = folder / step_folder(state["step"])
+            save_checkpoint(engine, target, state, tokenizer_folder=data.folder / "tokenizer")
+            if is_main_rank():
+                prune(folder, recipe.checkpoint.keep)
+                logger.say(f"saved {target}")
+
+        domains = recipe.evaluate.domains or data.domains
+        trainer = Trainer(
+            engine,
+            recipe,
+            state,
+            batch=lambda positions: data.batch(order, positions),
+            heldout={domain: data.heldout[domain][: recipe.evaluate.sequences] for domain in domains},
+            save=save,
+            logger=logger,
+            interruption=interruption,
+        )
+        finished = trainer.train()
+        if logger:
+            if not finished:
+                reason = interruption.reason or "a signal to another rank"
+                logger.say(f"stopped by {reason} after step {state['step']}; the same command goes on from there")
+            logger.close()
+        return 0 if finished else interruption.exit_code
+
+
+def _find_start(recipe, run_folder: Path, accept_changes: bool) -> _Start:
+    """The newest complete checkpoint of the stage, or a fresh seed; refuses whatever does not fit together."""
+    folder = run_folder / recipe.name
+    data = PackedData(data_folder(recipe, run_folder), recipe.data.sequence_length)
+    checkpoint, skipped = newest_checkpoint(folder)
+    notes = [str(entry) for entry in skipped]
+    if checkpoint is None and skipped:
+        raise CheckpointError(
+            f"{folder}: no checkpoint can be used, and a stage never starts from scratch by itself; remove the folder to "
+            "do so\n  " + "\n  ".join(notes)
+        )
+    if checkpoint is None and recipe.grow is not None:
+        raise CheckpointError(
+            f"{folder}: stage '{recipe.name}' has no checkpoint grown from '{recipe.grow.source}' yet"
+        )
+    state = _fresh_state(recipe)
+    tokenizer_sha256 = tokens_sha256(token_bytes(data.folder / "tokenizer" / "tokenizer.json"))
+    if checkpoint is None:
+        config = recipe.build_config(
+            tokenizer_sha256=tokenizer_sha256,
+            bos_token_id=data.tokenizer.end_id,
+            eos_token_id=data.tokenizer.end_id,
+            pad_token_id=data.tokenizer.end_id,
+        )
+        return _Start(None, config, state, data, [*notes, "starts from a fresh initialisation"])
+
+    reader = CheckpointReader(checkpoint, verify=None)  # newest_checkpoint has verified it
+    state |= reader.trainer_state
+    config = LightningLMConfig.from_dict({**reader.config, **recipe.config_overrides})
+    if state["stage"] != recipe.name:
+        raise CheckpointError(f"{checkpoint}: belongs to stage '{state['stage']}', not to '{recipe.name}'")
+    if config.tokenizer_sha256 != tokenizer_sha256:
+        raise CheckpointError(f"{checkpoint}: was trained with another tokenizer than {data.folder / 'tokenizer'}")
+    recipe.check_world(world_size(), config.num_experts)
+    if state["step"]:
+        _check_same_recipe(recipe, state, checkpoint, accept_changes)
+    else:
+        _enter_stage(recipe, state)
+    state |= {"recipe": recipe.resolved(), "recipe_sha256": recipe.sha256(), "total_steps": recipe.total_steps}
+    return _Start(checkpoint, config, state, data, [*notes, f"goes on from {checkpoint}"])
+
+
+def _fresh_state(recipe) -> dict[str, Any]:
+    return {
+        "format": 1,
+        "stage": recipe.name,
+        "step": 0,
+        "total_steps": recipe.total_steps,
+        "tokens": 0,
+        "lineage_tokens": 0,
+        "finished": False,
+        "skipped_steps": 0,
+        "wall_seconds": 0.0,
+        "heldout": None,
+        "data": {
+            "position": 0,
+            "domain_offsets": {},
+            "next_domain_offsets": {},
+            "sequence_length": recipe.data.sequence_length,
+            "seed": recipe.data.seed,
+        },
+        "ramps": {},
+        "new_tensors": {"names": [], "warmup_steps": 0},
+        "seed": recipe.train.seed,
+        "recipe": recipe.resolved(),
+        "recipe_sha256": recipe.sha256(),
+        "lineage": [],
+    }
+
+
+def _enter_stage(recipe, state: dict[str, Any]) -> None:
+    """First start from a grown checkpoint: this stage's own seeds, and data offsets in its own sequence length."""
+    data, length = state["data"], recipe.data.sequence_length
+    before = data["sequence_length"]
+    offsets = {domain: -(-rows * before // length) for domain, rows in data["domain_offsets"].items()}
+    data |= {
+        "sequence_length": length,
+        "seed": recipe.data.seed,
+        "domain_offsets": offsets,
+        "next_domain_offsets": offsets,
+    }
+    state["seed"] = recipe.train.seed
+    if state["new_tensors"]["names"]:
+        state["new_tensors"]["warmup_steps"] = recipe.grow.new_tensor_warmup
+
+
+def _check_same_recipe(recipe, state: dict[str, Any], checkpoint: Path, accept_changes: bool) -> None:
+    if accept_changes or state["recipe_sha256"] == recipe.sha256():
+        return
+    changed = _differences(state["recipe"], recipe.resolved())
+    raise CheckpointError(
+        f"{checkpoint}: was trained with another recipe; --accept-changes goes on with the edited one. Changed: "
+        + ", ".join(f"{key} (was {old!r}, is {new!r})" for key, old, new in changed)
+    )
+
+
+def _differences(old: Any, new: Any, key: str = "") -> list[tuple[str, Any, Any]]:
+    """(dotted key, old value, new value) of every leaf that differs."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = [*old, *(k for k in new if k not in old)]
+        return [d for k in keys for d in _differences(old.get(k), new.get(k), f"{key}.{k}".lstrip("."))]
+    return [] if old == new else [(key, old, new)]
+
+
+def _build_engine(recipe, start: _Start, ds_config: dict[str, Any]):
+    """The engine with the stage's weights and optimizer state: local experts only, allocated once."""
+    with torch.device("meta"):
+        model = LightningLMForCausalLM(start.config)
+    apply_expert_parallel(model, recipe.train.expert_parallel)
+    initialize_model(model, recipe.train.seed)
+    model.load_token_bytes(start.data.folder / "tokenizer")
+    model.train()
+    optimizer = recipe.optimizer
+    groups = parameter_groups(
+        model,
+        lr=optimizer.lr,
+        weight_decay=optimizer.weight_decay,
+        multipliers=optimizer.groups.model_dump(),
+        new=start.state["new_tensors"]["names"],
+    )
+    engine = build_engine(model, ds_config, groups)
+    if start.checkpoint is not None:
+        load_checkpoint(engine, CheckpointReader(start.checkpoint, verify=None))
+    return engine

@@ -1,0 +1,126 @@
+import json
+
+import pytest
+import torch
+from checkpoints import write
+
+from lightninglm.checkpoint import CheckpointError, CheckpointReader, explain
+from lightninglm.checkpoint.layout import decode_head
+from lightninglm.checkpoint.writer import manifest_sha256
+
+KINDS = (
+    "config.json",
+    "generation_config.json",
+    "trainer_state.json",
+    "model.safetensors.index.json",
+    "optimizer.index.json",
+    "manifest.json",
+    "model-00000-00001.safetensors",
+    "optimizer-00000-00000.safetensors",
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write(tmp_path / "step-00000007")
+
+
+def refusal(folder, verify) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        CheckpointReader(folder, verify=verify)
+    assert explain(folder, verify)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("verify", ["fast", "full"])
+def test_a_truncated_file_is_named(folder, name, verify):
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[:-3])
+    message = refusal(folder, verify)
+    assert name in message
+    if name != "manifest.json":
+        assert f"found {len(content) - 3:,} bytes, expected {len(content):,} bytes" in message
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "manifest.json"])
+def test_a_deleted_file_is_named(folder, name):
+    (folder / name).unlink()
+    assert f"{name}: found no such file" in refusal(folder, "fast")
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("position", [0.0, 0.3, 0.7, 0.999])
+def test_one_changed_byte_anywhere_is_found_by_full_verification(folder, name, position):
+    content = bytearray((folder / name).read_bytes())
+    content[int(position * len(content))] ^= 1
+    (folder / name).write_bytes(content)
+    assert name in refusal(folder, "full")
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name.endswith(".json")])
+def test_an_edited_small_file_is_found_by_fast_verification(folder, name):
+    path = folder / name
+    path.write_text(path.read_text().replace("1", "3"))
+    assert name in refusal(folder, "fast")
+
+
+def test_fast_verification_samples_the_values(folder):
+    path = folder / "model-00000-00001.safetensors"
+    content = bytearray(path.read_bytes())
+    _, start = decode_head(path)
+    content[start:] = bytes(len(content) - start)  # blocks that never reached the disk read as zeros
+    path.write_bytes(content)
+    assert path.name in refusal(folder, "fast")
+
+
+def test_an_extra_file_that_a_loader_would_read_is_named_and_other_files_are_not_our_business(folder):
+    (folder / "README.md").write_text("a model card")
+    assert explain(folder) == []
+    (folder / "model-00000-00099.safetensors").write_bytes(b"")
+    assert "model-00000-00099.safetensors: found a file that no save wrote" in refusal(folder, "fast")
+
+
+def test_a_folder_without_manifest_is_not_a_complete_checkpoint(folder):
+    (folder / "manifest.json").unlink()
+    for verify in ("fast", "full", None):
+        with pytest.raises(CheckpointError, match="not a complete checkpoint"):
+            CheckpointReader(folder, verify=verify)
+    assert "not a complete checkpoint" in str(explain(folder)[0])
+
+
+def test_a_folder_that_is_not_there_is_said_to_be_not_there(tmp_path):
+    with pytest.raises(CheckpointError, match="no such folder"):
+        CheckpointReader(tmp_path / "nothing")
+
+
+def test_an_index_that_leaves_out_a_tensor_is_named(folder):
+    """Even when sizes and hashes were brought in line with the edit."""
+    import hashlib
+
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    del index["weight_map"]["model.norm.weight"]
+    path.write_text(json.dumps(index))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][path.name] = {
+        "bytes": path.stat().st_size,
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+    }
+    manifest["sha256"] = manifest_sha256(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert "model.norm.weight" in refusal(folder, "fast")
+
+
+def test_several_findings_are_all_listed(folder):
+    for name in ("config.json", "trainer_state.json"):
+        (folder / name).unlink()
+    assert {finding.file for finding in explain(folder)} == {
+        str(folder / name) for name in ("config.json", "trainer_state.json")
+    }
+
+
+def test_an_unknown_tensor_is_an_error(folder):
+    with pytest.raises(CheckpointError, match=r"holds no tensor model\.nothing"):
+        CheckpointReader(folder).read("model.nothing")
+    assert torch.equal(CheckpointReader(folder).read("model.memory.scale"), torch.tensor(-2.5))

@@ -1,0 +1,177 @@
+"""The gated DeltaNet mixer: the specification token by token, padding, documents, decoding, gradients, modes."""
+
+import pytest
+import torch
+
+from lightninglm.modeling.gated_deltanet import GatedDeltaNet
+from tests.modeling.mixers import H, context, hidden, in_pieces, mixer_config, positions, randomized
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+def make(**changes):
+    config = mixer_config(**changes)
+    return config, randomized(GatedDeltaNet(config, 0))
+
+
+def forward(mixer, config, x, keep=None, documents=None):
+    return mixer(x, context(config, *x.shape[:2], keep, documents))[0]
+
+
+def by_definition(mixer, x):
+    """MODEL.md 3.6 for one row of real tokens, [T, H] fp64, with the published rotary frequencies of D = 8."""
+    p = {name: tensor.double() for name, tensor in mixer.state_dict().items()}
+    heads, dim, length = 4, 8, len(x)
+    streams = []
+    for name in "qkv":
+        projected = x @ p[f"{name}_proj.weight"].T
+        past = torch.cat([projected.new_zeros(3, H), projected])
+        y = p[f"{name}_conv1d.bias"] + sum(p[f"{name}_conv1d.weight"][:, 0, i] * past[i : i + length] for i in range(4))
+        streams.append((y * y.sigmoid()).view(length, heads, dim))
+    q, k, v = streams
+    angles = torch.arange(length).double()[:, None] * 100_000.0 ** (-torch.arange(0, dim, 2).double() / dim)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+
+    def normed_and_rotated(y):
+        y = y / y.norm(dim=-1, keepdim=True)
+        even, odd = y[..., 0::2], y[..., 1::2]
+        return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
+
+    q, k = normed_and_rotated(q), normed_and_rotated(k)
+    beta = (x @ p["b_proj.weight"].T + p["b_proj.bias"]).sigmoid()
+    u = x @ p["gk_proj.weight"].T + p["gk_proj.bias"]
+    log_decay = (-p["A_log"].exp() * torch.nn.functional.softplus(u + p["dt_bias"])).clamp(min=torch.tensor(1e-6).log())
+    outputs = torch.zeros(length, heads, dim).double()
+    for j in range(heads):
+        state = torch.zeros(dim, dim).double()
+        for t in range(length):
+            state = log_decay[t, j].exp() * state
+            state = state + torch.outer(k[t, j], beta[t, j] * (v[t, j] - state.T @ k[t, j]))
+            outputs[t, j] = state.T @ q[t, j] + p["D"][j] * (q[t, j] @ k[t, j]) * v[t, j]
+    outputs = outputs * (outputs.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * p["o_norm.weight"]
+    gate = (x @ p["g_proj.weight"].T).sigmoid()
+    return (outputs.flatten(-2) * gate) @ p["o_proj.weight"].T
+
+
+@pytest.mark.parametrize("backend", ["torch", "naive", "auto"])
+def test_equals_the_specification(backend):
+    config, mixer = make(delta_rule_backend=backend)
+    x = hidden(2, 70)
+    expected = torch.stack([by_definition(mixer, row) for row in x.double()])
+    torch.testing.assert_close(forward(mixer, config, x).double(), expected, **CLOSE)
+
+
+def test_backends_have_the_same_gradients():
+    x, gradients = hidden(2, 70), []
+    for backend in ("naive", "torch"):
+        config, mixer = make(delta_rule_backend=backend)
+        y = forward(mixer, config, x)
+        gradients.append(torch.autograd.grad((y * hidden(2, 70, seed=3)).sum(), list(mixer.parameters())))
+    for reference, actual in zip(*gradients, strict=True):
+        assert (actual - reference).abs().max() <= 1e-5 * max(1, reference.abs().max())
+
+
+@pytest.mark.parametrize("mode", ["default", "published"])
+def test_every_parameter_and_the_input_get_a_gradient(mode):
+    config, mixer = make(mode=mode)
+    x = hidden(2, 40).requires_grad_()
+    forward(mixer, config, x).square().sum().backward()
+    without = [name for name, p in mixer.named_parameters() if p.grad is None or not p.grad.any()]
+    assert without == [] and x.grad.any()
+
+
+def test_padding_changes_nothing():
+    config, mixer = make()
+    x, lengths = hidden(3, 50), [50, 33, 1]
+    for side in ("left", "right"):
+        keep = torch.zeros(3, 50, dtype=torch.bool)
+        for row, length in enumerate(lengths):
+            keep[row, slice(50 - length, None) if side == "left" else slice(length)] = True
+        y = forward(mixer, config, x, keep)
+        assert not y[~keep].any()
+        for row in range(3):
+            alone = forward(mixer, config, x[row : row + 1, keep[row]])
+            torch.testing.assert_close(y[row, keep[row]], alone[0], **CLOSE)
+
+
+def test_published_mode_lets_padding_into_the_convolution():
+    """What `conv_mask_inputs = False` means: the first real tokens after left padding see the padding's projections."""
+    x, keep = hidden(1, 30), torch.arange(30).unsqueeze(0) >= 10
+    config, mixer = make(mode="published", rope_source="config")
+    padded, alone = forward(mixer, config, x, keep)[:, 10:], forward(mixer, config, x[:, 10:])
+    assert (padded[:, :3] - alone[:, :3]).abs().max() > 1e-2
+
+
+def test_documents_equal_separate_runs_and_padding_may_lie_between():
+    config, mixer = make(document_boundaries=True)
+    x = hidden(2, 60)
+    documents = torch.tensor([[0] * 20 + [1] * 2 + [2] * 38, [7] * 35 + [8] * 25])
+    keep = torch.ones(2, 60, dtype=torch.bool)
+    keep[1, :5] = keep[1, 30:35] = keep[1, 58:] = False
+    documents[1, 31:35] = 5  # an id at padding means nothing
+    y = forward(mixer, config, x, keep, documents)
+    for row in range(2):
+        for document in documents[row, keep[row]].unique():
+            tokens = keep[row] & (documents[row] == document)
+            alone = forward(mixer, config, x[row : row + 1, tokens])
+            torch.testing.assert_close(y[row, tokens], alone[0], **CLOSE)
+
+
+@pytest.mark.parametrize("pieces", [[40] + [1] * 10, [1] * 50, [2, 1, 30, 1, 16]])
+def test_decoding_equals_the_full_forward(pieces):
+    config, mixer = make()
+    x = hidden(2, 50)
+    torch.testing.assert_close(in_pieces(mixer, config, x, pieces), forward(mixer, config, x), **CLOSE)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_decoding_after_a_padded_prompt(side):
+    config, mixer = make()
+    x, lengths, prompt, new = hidden(4, 30), [20, 13, 2, 1], 20, 10
+    keep = torch.ones(4, 30, dtype=torch.bool)
+    for row, length in enumerate(lengths):
+        keep[row, slice(prompt - length) if side == "left" else slice(length, prompt)] = False
+    y = in_pieces(mixer, config, x, [prompt] + [1] * new, keep)
+    for row in range(4):
+        alone = forward(mixer, config, x[row : row + 1, keep[row]])
+        torch.testing.assert_close(y[row, keep[row]], alone[0], **CLOSE)
+
+
+@pytest.mark.parametrize("pieces", [[25] + [1] * 15, [10, 2, 1, 27]])
+def test_decoding_across_documents(pieces):
+    config, mixer = make(document_boundaries=True)
+    x = hidden(2, 40)
+    documents = torch.tensor([[0] * 11 + [1] * 17 + [2] * 12, [0] * 26 + [4] * 14])
+    y = in_pieces(mixer, config, x, pieces, documents=documents)
+    torch.testing.assert_close(y, forward(mixer, config, x, documents=documents), **CLOSE)
+
+
+def test_pass_without_gradients_equals_the_recompute_bitwise():
+    config, mixer = make()
+    x, keep = hidden(2, 70), torch.ones(2, 70, dtype=torch.bool)
+    keep[1, 60:] = False
+    with torch.no_grad():
+        expected = forward(mixer, config, x, keep)
+    assert torch.equal(forward(mixer, config, x.requires_grad_(), keep), expected)
+
+
+def test_decay_is_bounded_and_reaches_the_whole_range():
+    """log decay lies in [ln 1e-6, 0): the strongest decay still leaves 1e-6 of the state."""
+    config, mixer = make()
+    with torch.no_grad():
+        mixer.A_log.fill_(20.0)
+    assert forward(mixer, config, hidden(1, 40)).isfinite().all()
+
+
+def test_bf16_follows_fp32():
+    config, mixer = make()
+    x = hidden(2, 40)
+    reference = forward(mixer, config, x)
+    y = forward(mixer.bfloat16(), config, x.bfloat16())
+    assert y.dtype == torch.bfloat16
+    assert (y.float() - reference).norm() < 0.03 * reference.norm()
+
+
+def test_positions_follow_the_mask():
+    keep = torch.tensor([[False, False, True, True], [True, True, True, False]])
+    assert positions(keep).tolist() == [[0, 0, 0, 1], [0, 1, 2, 2]]
