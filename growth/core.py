@@ -37,7 +37,6 @@ OPERATORS = {
     "flatten_router": (flatten_router.FlattenRouterOptions, flatten_router.plan),
 }
 SMALL_FILES_BYTES = 32 * 2**20  # room for indexes, manifest and tokenizer beside the tensors
-MAPPED_BYTES = 256 * 2**20  # source bytes read before the mapped files are released
 
 
 def grow(
@@ -125,7 +124,6 @@ class GrowthJob:
 
     def __post_init__(self):
         self._verified: set[str] = set()
-        self._mapped = 0
 
     def tensors(self):
         """Yields (name on disk, tensor) of everything the target holds, weights and optimizer state.
@@ -214,10 +212,6 @@ class GrowthJob:
             if tensor.is_floating_point() and not torch.isfinite(tensor).all():
                 raise GrowthError(f"{self.reader.folder}: {name} holds NaN or infinite values, nothing was grown")
             self._verified.add(name)
-        self._mapped += tensor.nbytes
-        if self._mapped > MAPPED_BYTES:
-            self.reader.close()
-            self._mapped = 0
         return tensor
 
 

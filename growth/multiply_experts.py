@@ -84,9 +84,7 @@ def plan(source: Source, options: MultiplyExpertsOptions, seed: int) -> Plan:
         )
     grouped = options.strategy == "exact"
     config = _target_config(source, options)
-    table = tensor_table(config)
-    unchanged = _unchanged_blocks(source.table, table)
-    dropped = {}
+    unchanged = _unchanged_blocks(source.table, tensor_table(config))
 
     def origin_of(name: str, spec: TensorSpec) -> Origin | None:
         ffn = split_ffn(name)
@@ -130,9 +128,10 @@ def plan(source: Source, options: MultiplyExpertsOptions, seed: int) -> Plan:
         return Origin("derived", (parent,), formula)
 
     origins = fill(config, origin_of)
-    if not grouped:
-        reason = f"strategy {options.strategy}: the flat router starts with its own biases and averages"
-        dropped = {name: reason for name in unused(source, origins) if ".router." in name}
+    reason = f"strategy {options.strategy}: the flat router starts with its own biases and averages"
+    if grouped:
+        reason = "without null slots nothing reads it"
+    dropped = {name: reason for name in unused(source, origins) if _may_drop(name, grouped)}
     exact = grouped and options.noise == 0
     return Plan(
         config,
@@ -141,6 +140,11 @@ def plan(source: Source, options: MultiplyExpertsOptions, seed: int) -> Plan:
         tolerance=EXACT_TOLERANCE if exact else None,
         loss_tolerance=EXACT_LOSS_TOLERANCE if exact else None,
     )
+
+
+def _may_drop(name: str, grouped: bool) -> bool:
+    """Source tensors that the target has no place for: an unused null logit, and what a new flat router replaces."""
+    return name.endswith("router.null_logit") if grouped else ".router." in name
 
 
 def _check_source(source: Source, options: MultiplyExpertsOptions) -> None:

@@ -8,14 +8,15 @@ checkpoint of its parent stage. Ctrl-C or SIGTERM saves at the next step and lea
 """
 
 import argparse
+import contextlib
 from pathlib import Path
 
+from growth.chain import grow_chain
 from lightninglm.distributed import process_group
 from lightninglm.recipe import load_recipe
 from lightninglm.training.prepare import prepare_stage
+from lightninglm.training.run_lock import RunLock
 from lightninglm.training.stage import run_stage
-
-from growth.chain import grow_chain  # isort: skip
 
 
 def main() -> int:
@@ -33,10 +34,12 @@ def main() -> int:
     with process_group.raise_together():
         recipe = load_recipe(args.recipe, args.set)
         recipe.check_world(process_group.world_size())
-    with process_group.raise_together():
-        if process_group.is_main_rank():
-            prepare_stage(recipe, args.run, grow_chain)
-    return run_stage(recipe, args.run, accept_changes=args.accept_changes)
+    with contextlib.ExitStack() as held:
+        with process_group.raise_together():
+            if process_group.is_main_rank():
+                held.enter_context(RunLock(args.run / recipe.name))
+                prepare_stage(recipe, args.run, grow_chain)
+        return run_stage(recipe, args.run, accept_changes=args.accept_changes)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from lightninglm.yaml_file import RecipeError, YamlFile, unknown
 OPERATORS = ("dense_to_moe", "deepen", "multiply_experts", "quantize_experts", "flatten_router")
 
 GROWN_OVERRIDES = (
-    "rope_enabled", "rope_theta", "max_position_embeddings", "document_boundaries", "memory_stream",
+    "rope_enabled", "rope_theta", "max_position_embeddings", "document_boundaries",
     "balance", "balance_speed", "balance_band", "balance_gain", "router_z_loss_weight",
     "sparse_key_budget", "sparse_min_keys", "sparse_max_keys", "sparse_sink_keys",
     "indexer_kl_weight", "indexer_kl_stride", "mtp_loss_weight", "logit_softcap",

@@ -18,6 +18,7 @@ from lightninglm.checkpoint.retention import (
     prune,
     remove_checkpoint,
     remove_leftovers,
+    set_aside,
 )
 from lightninglm.checkpoint.verification import Finding, explain
 from lightninglm.checkpoint.writer import CheckpointWriter, require_space
@@ -40,6 +41,7 @@ __all__ = [
     "remove_checkpoint",
     "remove_leftovers",
     "require_space",
+    "set_aside",
     "step_folder",
     "to_disk_name",
 ]

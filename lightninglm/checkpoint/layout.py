@@ -6,6 +6,8 @@
       model-RRRRR-NNNNN.safetensors                           weights and buffers: rank that wrote, number
       model.safetensors.index.json                            tensor name -> file
       optimizer-RRRRR-NNNNN.safetensors optimizer.index.json  <parameter>.master, .exp_avg, .exp_avg_sq (fp32)
+      published-*.safetensors published.index.json published.json   in an imported checkpoint only: what the published
+                                                              file holds and the model does not
       trainer_state.json
       manifest.json                                           size and SHA-256 of every file and every tensor
 
@@ -28,7 +30,13 @@ CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 TRAINER_STATE = "trainer_state.json"
 MANIFEST = "manifest.json"
-INDEX = {"model": "model.safetensors.index.json", "optimizer": "optimizer.index.json"}
+INDEX = {
+    "model": "model.safetensors.index.json",
+    "optimizer": "optimizer.index.json",
+    "published": "published.index.json",
+}
+OPTIONAL_KINDS = ("published",)  # no index when there is nothing of the kind
+PUBLISHED_PREFIX = "published."
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -99,7 +107,9 @@ def from_disk_name(disk_name: str) -> tuple[str, int | None]:
 
 
 def kind_of(name: str) -> str:
-    """`"optimizer"` for `<parameter>.master`, `.exp_avg`, `.exp_avg_sq`; `"model"` for everything else."""
+    """`"published"` for `published.<key>`, `"optimizer"` for `<parameter>.exp_avg` etc., `"model"` for the rest."""
+    if name.startswith(PUBLISHED_PREFIX):
+        return "published"
     return "optimizer" if name.rpartition(".")[2] in OPTIMIZER_KEYS else "model"
 
 

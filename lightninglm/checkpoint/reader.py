@@ -1,13 +1,14 @@
-"""Reads a checkpoint: verified when opened, tensors mapped from the disk one at a time."""
+"""Reads a checkpoint: verified when opened, then tensors or parts of them, one at a time."""
 
 import json
+import os
 from collections.abc import Mapping
 from functools import cached_property
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 
 import torch
-from safetensors import safe_open
 
 from lightninglm.checkpoint import layout
 from lightninglm.checkpoint.errors import CheckpointError
@@ -36,7 +37,7 @@ class CheckpointReader:
             shown = "\n  ".join(str(finding) for finding in findings[:_SHOWN_FINDINGS])
             more = f"\n  and {len(findings) - _SHOWN_FINDINGS} more" if len(findings) > _SHOWN_FINDINGS else ""
             raise CheckpointError(f"{self.folder}: damaged checkpoint\n  {shown}{more}")
-        self._files: dict[str, safe_open] = {}
+        self._files: dict[str, tuple[FileIO, dict[str, dict], int]] = {}
 
     def __enter__(self) -> "CheckpointReader":
         return self
@@ -45,7 +46,9 @@ class CheckpointReader:
         self.close()
 
     def close(self) -> None:
-        """Releases the mapped files."""
+        """Closes the files. They are opened again when more is read."""
+        for file, _, _ in self._files.values():
+            file.close()
         self._files.clear()
 
     @cached_property
@@ -68,30 +71,74 @@ class CheckpointReader:
         """Optimizer tensors by name: `<weight's name>.master`, `.exp_avg`, `.exp_avg_sq`."""
         return self._index("optimizer")
 
+    @cached_property
+    def published(self) -> Mapping[str, TensorInfo]:
+        """What an import kept as it was published, by `published.<published key>`; empty if there is nothing."""
+        return self._index("published") if layout.INDEX["published"] in self.manifest["files"] else {}
+
     def info(self, name: str) -> TensorInfo:
-        """What is known of a weight or optimizer tensor. Raises CheckpointError when there is none of that name."""
-        info = self.weights.get(name) or self.optimizer.get(name)
+        """What is known of a stored tensor. Raises CheckpointError when there is none of that name."""
+        info = self.weights.get(name) or self.optimizer.get(name) or self.published.get(name)
         if info is None:
             raise CheckpointError(f"{self.folder}: holds no tensor {name}")
         return info
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
         """
-        A weight or optimizer tensor.
+        A stored tensor, on the CPU.
 
         Args:
             rows: (start, stop) along the first dimension; None for the whole tensor.
         """
-        file = self._open(self.info(name).file)
-        return file.get_tensor(name) if rows is None else file.get_slice(name)[rows[0] : rows[1]]
+        info = self.info(name)
+        if rows is None:
+            tensor, start = torch.empty(info.shape, dtype=info.dtype), 0
+        else:
+            tensor = torch.empty((rows[1] - rows[0], *info.shape[1:]), dtype=info.dtype)
+            start = rows[0] * torch.Size(info.shape[1:]).numel()
+        self.read_into(tensor.view(-1), name, start)
+        return tensor
+
+    def read_into(self, target: torch.Tensor, name: str, start: int = 0) -> None:
+        """
+        Fills `target` with elements `start, start + 1, ...` of a stored tensor, flattened.
+
+        Args:
+            target: 1-D, of any device and dtype; on the CPU in the stored dtype nothing is copied in between.
+        """
+        info = self.info(name)
+        size = torch.Size(info.shape).numel()
+        if not 0 <= start <= start + target.numel() <= size:
+            raise CheckpointError(f"{name}: elements {start}..{start + target.numel()} of {size} were asked for")
+        if target.device.type != "cpu" or target.dtype != info.dtype or not target.is_contiguous():
+            values = torch.empty(target.shape, dtype=info.dtype)
+            self.read_into(values, name, start)
+            target.copy_(values)
+            return
+        file, head, data_start = self._open(info.file)
+        first, last = head[name]["data_offsets"] if name in head else (0, 0)
+        if last - first != size * info.dtype.itemsize:
+            raise CheckpointError(f"{self.folder / info.file}: {name} is not stored there as {info.dtype} {info.shape}")
+        position = data_start + first + start * info.dtype.itemsize
+        view = memoryview(target.detach().view(torch.uint8).numpy())
+        while view:
+            count = os.preadv(file.fileno(), [view], position)
+            if count == 0:
+                raise CheckpointError(f"{self.folder / info.file}: ends inside {name}")
+            view, position = view[count:], position + count
 
     def sha256(self, name: str) -> str:
         """SHA-256 (hex) of the raw bytes of a tensor, as recorded when it was saved."""
         return self.info(name).sha256
 
-    def _open(self, name: str) -> safe_open:
+    def _open(self, name: str) -> tuple[FileIO, dict[str, dict], int]:
+        """A shard's file, head, and position of its data."""
         if name not in self._files:
-            self._files[name] = safe_open(self.folder / name, framework="pt")
+            path = self.folder / name
+            try:
+                self._files[name] = (path.open("rb", buffering=0), *layout.decode_head(path))
+            except OSError as error:
+                raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
         return self._files[name]
 
     def _index(self, kind: str) -> dict[str, TensorInfo]:

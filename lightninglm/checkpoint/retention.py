@@ -78,6 +78,23 @@ def remove_checkpoint(folder: str | Path) -> None:
         raise from_os_error(error, folder, 0) from error
 
 
+def set_aside(folder: str | Path) -> Path:
+    """
+    Renames a damaged `step-*` folder to `damaged-step-*`, so that a resumed run can write that step again.
+
+    Nothing is deleted. Returns the new path.
+    """
+    folder = Path(folder)
+    number = 0
+    while (target := folder.parent / f"damaged-{folder.name}{f'-{number}' if number else ''}").exists():
+        number += 1
+    try:
+        os.rename(folder, target)
+    except OSError as error:
+        raise from_os_error(error, folder, 0) from error
+    return target
+
+
 def remove_leftovers(stage_folder: str | Path) -> list[Path]:
     """
     Deletes what saves and deletions that were killed have left (`.tmp-*`). Call it on one rank, at the start of a run.

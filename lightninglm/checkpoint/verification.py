@@ -131,7 +131,9 @@ def _check_indexes(folder: Path, manifest: dict, shards: list[str]) -> list[Find
     held = {name: shard for shard in shards for name in layout.decode_head(folder / shard)[0]}
     findings = []
     indexed = {}
-    for index in layout.INDEX.values():
+    for kind, index in layout.INDEX.items():
+        if kind in layout.OPTIONAL_KINDS and index not in manifest["files"]:
+            continue
         indexed |= json.loads((folder / index).read_bytes())["weight_map"]
     for name in sorted(held.keys() | indexed.keys() | manifest["tensors"].keys()):
         places = {"file": held.get(name), "index": indexed.get(name)}

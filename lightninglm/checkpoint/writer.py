@@ -19,6 +19,7 @@ from lightninglm.checkpoint.model_code import AUTO_MAP, MODEL_TYPE, model_code
 SHARD_BYTES = 256 * 2**20
 _CHUNK_BYTES = 4 * 2**20
 _SMALL_FILE_THREADS = 8
+_ALIGNMENT = 64
 
 
 class CheckpointWriter:
@@ -26,7 +27,7 @@ class CheckpointWriter:
     Collects tensors into shards of about `shard_bytes`, then turns them into a checkpoint with `commit`.
 
     Everything is written into `.tmp-<name>` beside the target, flushed to the disk, and renamed once, after
-    manifest.json: a crash at any moment leaves no target folder, or a complete one. Memory is bounded by two shards
+    manifest.json: a crash at any moment leaves no target folder, or a complete one. Memory is bounded by three shards
     plus the largest tensor. Used as a context manager, it removes what it wrote unless `commit` was reached.
 
     With several ranks each writes the tensors it adds. An error on one rank is kept until `commit`, so that
@@ -57,11 +58,11 @@ class CheckpointWriter:
         self._all_gather = all_gather
         self._error: CheckpointError | None = None
         self._names: set[str] = set()
-        self._open: dict[str, dict[str, torch.Tensor]] = {"model": {}, "optimizer": {}}
-        self._open_bytes = {"model": 0, "optimizer": 0}
-        self._shard_count = {"model": 0, "optimizer": 0}
+        self._open: dict[str, _Shard] = {}
+        self._spare: list[_Shard] = []
+        self._shard_count = dict.fromkeys(layout.INDEX, 0)
         self._pool = ThreadPoolExecutor(max_workers=3, thread_name_prefix="checkpoint")
-        self._in_flight: tuple[str, dict[str, torch.Tensor], Future, Future] | None = None
+        self._in_flight: tuple[str, _Shard, Future, Future] | None = None
         self._flushes: list[tuple[str, Future]] = []
         self._files: dict[str, dict] = {}
         self._tensors: dict[str, dict[str, dict]] = {}  # file -> tensor -> its entry in the manifest
@@ -159,45 +160,39 @@ class CheckpointWriter:
         refuse_non_finite(name, tensor)
         self._names.add(name)
         kind = layout.kind_of(name)
-        if self._open[kind] and self._open_bytes[kind] + _nbytes(tensor) > self.shard_bytes:
+        if kind in self._open and self._open[kind].nbytes + tensor.nbytes > self.shard_bytes:
             self._flush(kind)
-        self._open[kind][name] = tensor.detach().to("cpu", copy=True).contiguous()
-        self._open_bytes[kind] += _nbytes(tensor)
+        if kind not in self._open:
+            self._open[kind] = self._spare.pop() if self._spare else _Shard(self.shard_bytes)
+        self._open[kind].add(name, tensor.detach())
 
     def _flush(self, kind: str) -> None:
         """Hands the open shard of a kind to the background, once the previous shard is done."""
         self._wait()
-        if not self._open[kind]:
-            return
-        # wide elements first, so that every tensor starts at a multiple of its element size
-        tensors = dict(sorted(self._open[kind].items(), key=lambda item: (-item[1].element_size(), item[0])))
+        shard = self._open.pop(kind)
         file = f"{kind}-{self.rank:05d}-{self._shard_count[kind]:05d}.safetensors"
-        self._open[kind] = {}
-        self._open_bytes[kind] = 0
         self._shard_count[kind] += 1
-        self._in_flight = (
-            file,
-            tensors,
-            self._pool.submit(_write_shard, self.temporary / file, tensors),
-            self._pool.submit(_hash_tensors, tensors),
-        )
+        writing = self._pool.submit(_write_shard, self.temporary / file, shard.tensors)
+        self._in_flight = (file, shard, writing, self._pool.submit(_hash_tensors, shard.tensors))
 
     def _wait(self) -> None:
         """Waits for the shard in the background and notes its hashes; its flush to the disk goes on behind."""
         if self._in_flight is None:
             return
-        file, tensors, writing, hashing = self._in_flight
+        file, shard, writing, hashing = self._in_flight
         self._in_flight = None
         self._files[file] = writing.result()
         sha256 = hashing.result()
         self._tensors[file] = {
             name: {"sha256": sha256[name], "dtype": layout.DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape)}
-            for name, tensor in tensors.items()
+            for name, tensor in shard.tensors.items()
         }
+        shard.clear()
+        self._spare.append(shard)
         self._flushes.append((file, self._pool.submit(_fsync, self.temporary / file)))
 
     def _finish_shards(self) -> None:
-        for kind in self._open:
+        for kind in list(self._open):
             self._flush(kind)
         self._wait()
         for file, flush in self._flushes:
@@ -247,6 +242,33 @@ class CheckpointWriter:
             raise from_os_error(error, self.target, 0) from error
 
 
+class _Shard:
+    """
+    Tensors on their way into one file, copied into memory that is used again for later shards.
+
+    Fresh memory for every tensor would cost as much time as hashing it, in page faults.
+    """
+
+    def __init__(self, capacity: int):
+        self._memory = torch.empty(capacity, dtype=torch.uint8)
+        self.clear()
+
+    def clear(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.nbytes = 0
+        self._used = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        start = -(-self._used // _ALIGNMENT) * _ALIGNMENT
+        if start + tensor.nbytes > len(self._memory):  # a tensor larger than a shard is one by itself
+            held = torch.empty(tensor.shape, dtype=tensor.dtype)
+        else:
+            self._used = start + tensor.nbytes
+            held = self._memory[start : self._used].view(tensor.dtype).view(tensor.shape)
+        self.tensors[name] = held.copy_(tensor)
+        self.nbytes += tensor.nbytes
+
+
 def manifest_sha256(manifest: dict) -> str:
     """SHA-256 of a manifest without its own hash, so that an edit of the manifest itself is seen."""
     content = {key: value for key, value in manifest.items() if key != "sha256"}
@@ -289,7 +311,9 @@ def _merge(shards: list[tuple[dict, dict]]) -> tuple[dict[str, dict], dict[str, 
     """The manifest's entries of files and of tensors, and the content of each index file, from what all ranks wrote."""
     files: dict[str, dict] = {}
     tensors: dict[str, dict] = {}
-    indexes = {name: {"metadata": {"total_size": 0}, "weight_map": {}} for name in layout.INDEX.values()}
+    kinds = {file.partition("-")[0] for _, rank_tensors in shards for file in rank_tensors}
+    used = [name for kind, name in layout.INDEX.items() if kind in kinds or kind not in layout.OPTIONAL_KINDS]
+    indexes = {name: {"metadata": {"total_size": 0}, "weight_map": {}} for name in used}
     for rank_files, rank_tensors in shards:
         files |= rank_files
         for file, entries in rank_tensors.items():
@@ -303,12 +327,15 @@ def _merge(shards: list[tuple[dict, dict]]) -> tuple[dict[str, dict], dict[str, 
 
 
 def _write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> dict:
-    head = layout.encode_head(tensors.items())
-    size = len(head) + sum(map(_nbytes, tensors.values()))
+    """Writes a safetensors file and returns its entry in the manifest."""
+    # wide elements first, so that every tensor starts at a multiple of its element size
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    head = layout.encode_head(ordered)
+    size = len(head) + sum(tensor.nbytes for _, tensor in ordered)
     sha256 = hashlib.sha256()
     try:
         with path.open("xb", buffering=0) as file:
-            for part in (head, *map(_raw_bytes, tensors.values())):
+            for part in (head, *(_raw_bytes(tensor) for _, tensor in ordered)):
                 view = memoryview(part)
                 for start in range(0, len(view), _CHUNK_BYTES):
                     chunk = view[start : start + _CHUNK_BYTES]
@@ -344,10 +371,6 @@ def _fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _raw_bytes(tensor: torch.Tensor) -> memoryview:

@@ -96,7 +96,7 @@ def load_checkpoint(
     state = OptimizerState(engine)
     items = model_tensors(engine.module)
     _check_experts_present(items)
-    _check_names(items, reader, state)
+    _check_names(items, reader)
     if load_optimizer:
         _check_optimizer_names(items, reader, state, missing_moments)
     trainer_state = reader.trainer_state
@@ -163,11 +163,11 @@ def _fill(target: torch.Tensor, start: int, item: ModelTensor, reader: Checkpoin
         piece, target = target[: high - low], target[high - low :]
         stored = None if name is None else name if key is None else f"{name}.{key}"
         if stored in reader.optimizer or stored in reader.weights:
-            piece.copy_(_read_flat(reader, stored, low, high))
+            reader.read_into(piece, stored, low)
             if key == MASTER:
-                _check_master(piece, reader, name, low, high)
+                _check_master(piece, reader, name, low)
         elif key == MASTER and name is not None:
-            piece.copy_(_read_flat(reader, name, low, high))
+            reader.read_into(piece, name, low)
         else:
             piece.zero_()
 
@@ -183,24 +183,15 @@ def _pieces(item: ModelTensor, start: int, stop: int) -> Iterator[tuple[str | No
         row += 1
 
 
-def _read_flat(reader: CheckpointReader, name: str, low: int, high: int) -> torch.Tensor:
-    """Elements low..high of a stored tensor, flattened; reads the rows around them only."""
-    shape = reader.info(name).shape
-    if not shape:
-        return reader.read(name).view(-1)[low:high]
-    row = torch.Size(shape[1:]).numel()
-    first, last = low // row, -(-high // row)
-    return reader.read(name, (first, last)).reshape(-1)[low - first * row : high - first * row]
-
-
-def _check_master(master: torch.Tensor, reader: CheckpointReader, name: str, low: int, high: int) -> None:
+def _check_master(master: torch.Tensor, reader: CheckpointReader, name: str, low: int) -> None:
     """The next step rewrites the weight from the master copy: a checkpoint in which they differ must not be trained."""
-    weight = _read_flat(reader, name, low, high).to(master.device)
+    weight = torch.empty(master.shape, dtype=reader.weights[name].dtype, device=master.device)
+    reader.read_into(weight, name, low)
     if not torch.equal(master.to(weight.dtype), weight):
         raise CheckpointError(f"{reader.folder}: {name}: the weight is not its master copy rounded to {weight.dtype}")
 
 
-def _check_names(items: list[ModelTensor], reader: CheckpointReader, state: OptimizerState) -> None:
+def _check_names(items: list[ModelTensor], reader: CheckpointReader) -> None:
     """Model and checkpoint have the same tensors: names, shapes, and the dtype of buffers."""
     expected = {name: item for item in items for name in item.all_disk_names}
     _refuse(reader, "lacks tensors of the model", expected.keys() - reader.weights.keys())

@@ -237,7 +237,7 @@ class LightningLMConfig(PreTrainedConfig):
             )
         if len(self.layer_types) != self.num_hidden_layers:
             raise ValueError(
-                f"config.layer_types has {len(self.layer_types)} entries for num_hidden_layers = {self.num_hidden_layers}"
+                f"config.layer_types has {len(self.layer_types)} entries, num_hidden_layers is {self.num_hidden_layers}"
             )
         for kind in self.layer_types:
             _one_of("layer_types", kind, (LINEAR_ATTENTION, INDEXED_ATTENTION))
@@ -265,7 +265,8 @@ class LightningLMConfig(PreTrainedConfig):
         for name in ("step_sizes", "blends"):
             if len(getattr(self, name)) != self.num_hidden_layers:
                 raise ValueError(
-                    f"config.{name} has {len(getattr(self, name))} entries for num_hidden_layers = {self.num_hidden_layers}"
+                    f"config.{name} has {len(getattr(self, name))} entries: must be num_hidden_layers = "
+                    f"{self.num_hidden_layers}"
                 )
         for n, (h, a) in enumerate(zip(self.step_sizes, self.blends, strict=True)):
             if not (math.isfinite(h) and h >= 0):
@@ -290,8 +291,8 @@ class LightningLMConfig(PreTrainedConfig):
     def _check_experts(self) -> None:
         if not 2 <= self.num_experts_per_tok <= self.num_experts + self.num_null_experts:
             raise ValueError(
-                f"config.num_experts_per_tok = {self.num_experts_per_tok}: must be at least 2 (one pick has weight 1 and "
-                f"trains no router) and at most the {self.num_experts + self.num_null_experts} experts"
+                f"config.num_experts_per_tok = {self.num_experts_per_tok}: must be at least 2 (a single pick has "
+                f"weight 1 and trains no router) and at most the {self.num_experts + self.num_null_experts} experts"
             )
         if self.num_nextn_predict_layers and not (
             2 <= self.mtp_num_experts_per_tok <= self.mtp_num_experts + self.num_null_experts
@@ -307,14 +308,17 @@ class LightningLMConfig(PreTrainedConfig):
         if self.router_layout == "grouped":
             if self.num_expert_groups < 1 or self.num_experts % self.num_expert_groups:
                 raise ValueError(
-                    f"config.num_expert_groups = {self.num_expert_groups}: groups must tile the {self.num_experts} experts"
+                    f"config.num_expert_groups = {self.num_expert_groups}: must divide the {self.num_experts} experts"
                 )
             if self.groups_per_token * self.members_per_group != self.num_experts_per_tok:
                 raise ValueError(
-                    f"config.groups_per_token * members_per_group = {self.groups_per_token} * {self.members_per_group}: "
-                    f"must equal num_experts_per_tok = {self.num_experts_per_tok}"
+                    f"config.groups_per_token * members_per_group = {self.groups_per_token} * {self.members_per_group}"
+                    f": must equal num_experts_per_tok = {self.num_experts_per_tok}"
                 )
-            for name, limit in (("groups_per_token", self.num_expert_groups), ("members_per_group", self.experts_per_group)):
+            for name, limit in (
+                ("groups_per_token", self.num_expert_groups),
+                ("members_per_group", self.experts_per_group),
+            ):
                 if not 2 <= getattr(self, name) <= limit:
                     raise ValueError(f"config.{name} = {getattr(self, name)}: must be between 2 and {limit}")
             if self.num_null_experts:
@@ -332,8 +336,8 @@ class LightningLMConfig(PreTrainedConfig):
             narrow = min(self.hidden_size, self.moe_intermediate_size)
             if kind != "codebook" and (self.hidden_size % group or self.moe_intermediate_size % group):
                 raise ValueError(
-                    f"config.expert_quantization.group_size = {group}: must divide hidden_size = {self.hidden_size} and "
-                    f"moe_intermediate_size = {self.moe_intermediate_size}"
+                    f"config.expert_quantization.group_size = {group}: must divide hidden_size = {self.hidden_size} "
+                    f"and moe_intermediate_size = {self.moe_intermediate_size}"
                 )
             if not 1 <= rank <= narrow:
                 raise ValueError(f"config.expert_quantization.rank = {rank}: must be between 1 and {narrow}")

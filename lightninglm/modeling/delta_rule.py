@@ -273,7 +273,8 @@ def gated_delta_rule(
     if backend == "fla":
         return fla_gated_delta_rule(*arguments, dtype)
     rule = naive_gated_delta_rule if backend == "naive" else chunk_gated_delta_rule
-    return rule(*arguments, document_ids, initial_document)
+    with torch.autocast(q_BTJD.device.type, enabled=False):  # in the dtype of its arguments, whatever surrounds it
+        return rule(*arguments, document_ids, initial_document)
 
 
 def _initial_state(state: torch.Tensor | None, k_BTJD: torch.Tensor, v_BTJE: torch.Tensor) -> torch.Tensor:

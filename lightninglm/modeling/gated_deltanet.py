@@ -94,14 +94,14 @@ class GatedDeltaNet(nn.Module):
 
     def _reach(self, documents: torch.Tensor, last_document: torch.Tensor | None) -> torch.Tensor:
         """[B, T, K] bool: tap i of token t reads a token of t's own document."""
-        before = self.q_conv1d.weight.shape[-1] - 1
+        before = self.q_conv1d.kernel_size - 1
         first = documents[:, 0] if last_document is None else last_document
         padded = torch.cat([first.unsqueeze(1).expand(-1, before), documents], dim=1)
         return padded.unfold(1, before + 1, 1) == documents.unsqueeze(-1)
 
     def _remember(self, cache, projected, keep, documents, last_document) -> None:
         """Moves the cache's convolution tail and document on to the last real tokens."""
-        before = self.q_conv1d.weight.shape[-1] - 1
+        before = self.q_conv1d.kernel_size - 1
         past = projected.new_zeros(len(projected), before, projected.shape[-1]) if cache.tail is None else cache.tail
         window = torch.cat([past, projected], dim=1)
         if documents is not None:

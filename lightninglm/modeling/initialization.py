@@ -89,12 +89,9 @@ RULES: list[tuple[str, Callable]] = [
     (r"experts\.\d+\.(gate|up|down)_proj\.B", lambda n, g, s, c: _normal(g, s, 1 / math.sqrt(s[1]))),
     (r"norm\.weight", _constant(1.0)),
     (r"bias", _constant(0.0)),
-    (r"([a-z]_proj|gk_proj|gv_proj|go_proj|(gate|up|down|fusion)_proj|lm_head|memory\.gate)\.weight", _linear),
-    (r"phi_(pre|post|res)\.weight|router\.(group\.|member\.)?weight", _linear),
+    (r"([a-z]+_proj|lm_head|memory\.gate|phi_(pre|post|res)|router|router\.group|router\.member)\.weight", _linear),
 ]
-"""What a name ends with (whole components) -> values(name, generator, shape, config); the first match counts."""
-
-_RULES = [(re.compile(rf"(?:^|.*[._])(?:{pattern})"), rule) for pattern, rule in RULES]
+"""What a name ends with, from a component on -> values(name, generator, shape, config); the first match counts."""
 
 
 def generator_for(name: str, seed: int) -> torch.Generator:
@@ -115,13 +112,15 @@ def initial_tensor(
         config: the model's configuration (initializer_range, b_res_init, decay_init, ...).
         seed: any integer.
     Raises:
-        ValueError: the table has no rule for the name.
+        ValueError: the table has no rule for the name, or it names a stack of experts.
     """
+    if STACKED_EXPERTS.fullmatch(name):
+        raise ValueError(f"{name!r} stacks the experts of a layer: each has a name and values of its own")
     shape = tuple(shape)
     if match := re.fullmatch(r"(.*\.experts\.\d+\.(?:gate|up|down)_proj)\.(codes|scales)", name):
         return _quantized(match[1], match[2], shape, config, seed)
-    for pattern, rule in _RULES:
-        if pattern.fullmatch(name):
+    for pattern, rule in RULES:
+        if re.fullmatch(rf"(?:.*[._])?(?:{pattern})", name):
             return rule(name, generator_for(name, seed), shape, config).to(dtype).reshape(shape)
     raise ValueError(f"no initial values are known for a tensor named {name!r} of shape {shape}")
 
@@ -193,6 +192,21 @@ def initialize_model(
             for name in module._non_persistent_buffers_set - {"token_bytes", "token_lengths"}:
                 if getattr(module, name) is not None:
                     _materialize(module, name, device).zero_()
+        module._is_hf_initialized = True
+
+
+@torch.no_grad()
+def allocate_model(model: nn.Module, device: str | torch.device = "cpu") -> None:
+    """
+    Makes the meta tensors of a model real, all zero, for a caller that then loads every one of them.
+
+    Much quicker than `initialize_model` for a large model; works on local blocks of experts as that does.
+    """
+    for module in model.modules():
+        for name in [*module._parameters, *module._buffers]:
+            tensor = getattr(module, name)
+            if tensor is not None and tensor.device.type == "meta":
+                _materialize(module, name, device).zero_()
         module._is_hf_initialized = True
 
 

@@ -126,6 +126,16 @@ class LightningLMPreTrainedModel(PreTrainedModel):
             model.set_token_bytes(token_bytes(tokenizer))
         return loaded
 
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        """As in transformers; refuses a model that holds only a rank's share of the experts."""
+        for name, module in self.named_modules():
+            if hasattr(module, "expert_start") and module.num_local_experts != module.num_experts:
+                raise ValueError(
+                    f"{name} holds {module.expert_count} of {module.num_experts} experts: under expert parallelism use "
+                    "lightninglm.distributed.checkpointing, its folders load with from_pretrained"
+                )
+        super().save_pretrained(save_directory, *args, **kwargs)
+
     def set_token_bytes(self, tokens: Sequence[bytes]) -> None:
         """
         Tells the embedding what bytes every token id stands for.
@@ -393,9 +403,9 @@ class LightningLMForCausalLM(LightningLMPreTrainedModel, GenerationMixin):
         Args:
             labels: [B, T], -100 = no target. Position t is trained on labels[t + 1], the second-token layer on
                 labels[t + 2]; targets that are padding or in another document do not count.
-            num_items_in_batch: next-token targets of the whole optimizer step (default: of this call). The loss is the sum
-                over this call's targets divided by it, so that losses add up over micro-batches and ranks. Means over
-                this call's tokens (the auxiliary losses) are weighted by its share of the targets.
+            num_items_in_batch: next-token targets of the whole optimizer step (default: of this call). The loss is the
+                sum over this call's targets divided by it, so that losses add up over micro-batches and ranks. Means
+                over this call's tokens (the auxiliary losses) are weighted by its share of the targets.
             num_second_items_in_batch: likewise the targets of the second-token layer; without it, its loss is the mean
                 over this call's targets, weighted by the same share.
             logits_to_keep: logits of the last n positions only, or of the given positions; 0 means all.
@@ -442,7 +452,7 @@ class LightningLMForCausalLM(LightningLMPreTrainedModel, GenerationMixin):
         return softcap_logits(hidden, self.lm_head.weight, self.config.logit_softcap)
 
     def _add_losses(self, result, outputs, second_hidden, mtp_aux, labels, num_items, num_second_items) -> None:
-        """Fills in the losses (MODEL.md section 6)."""
+        """Fills in the losses, as `forward` describes them."""
         config, ctx = self.config, outputs.context
         targets = shifted_targets(labels, 1, ctx)
         count = (targets != IGNORED).sum()

@@ -306,8 +306,8 @@ def _check_reconstruction(stack: _Stack, mismatches: dict[int, torch.Tensor]) ->
         which = "some layer (set check_every_layer in the ReversibilityReport to learn which)"
     raise ReversibilityError(
         f"the backward pass did not rebuild the states of the forward pass: {which} did not repeat its evaluation, so "
-        "the gradients are wrong. Usual causes: dropout or other random numbers, kernels with atomics, weights, buffers, "
-        "autocast or kept states changed between forward and backward"
+        "the gradients are wrong. Usual causes: dropout or other random numbers, kernels with atomics, weights, "
+        "buffers, autocast or kept states changed between forward and backward"
     )
 
 

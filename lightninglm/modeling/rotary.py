@@ -41,7 +41,8 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.theta = config.rope_theta
-        self.head_dims = sorted({config.linear_head_dim, config.head_dim}) if config.rope_enabled else []
+        self.enabled = config.rope_enabled
+        self.head_dims = sorted({config.linear_head_dim, config.head_dim})
         self.stored = config.rope_source == "checkpoint"
         if self.stored:
             for head_dim in self.head_dims:
@@ -55,6 +56,8 @@ class RotaryEmbedding(nn.Module):
         Returns:
             head_dim -> (cos, sin), each [B, T, head_dim / 2] fp32; empty when rotary embedding is off.
         """
+        if not self.enabled:
+            return {}
         tables = {}
         for head_dim in self.head_dims:
             if self.stored:

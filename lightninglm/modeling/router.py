@@ -1,4 +1,4 @@
-"""Routers: which experts a token goes to, and with which weights. fp32 from the input to the weights."""
+"""Routers: which experts a token goes to (in fp32), and with which weights (normalized in fp64)."""
 
 from abc import ABC, abstractmethod
 from typing import NamedTuple
@@ -26,7 +26,8 @@ class Routing(NamedTuple):
 
     Attributes:
         experts: [T, K] int64, global expert numbers, by descending selection score; -1 is a null pick (no expert).
-        weights: [T, K] fp32, differentiable; the weight of a null pick is 0.
+        weights: [T, K] fp64, differentiable; the weight of a null pick is 0. Not rounded to fp32, so that the weights of
+            a group's members add up to the weight of the group (see `token_dispatch.weighted_sum`).
         aux: the router's auxiliary loss, a fp32 scalar, or None.
     """
 

@@ -15,6 +15,7 @@ class ShortConvolution(nn.Module):
 
     def __init__(self, channels: int, kernel_size: int):
         super().__init__()
+        self.channels, self.kernel_size = channels, kernel_size
         self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size))
         self.bias = nn.Parameter(torch.empty(channels))
         nn.init.uniform_(self.weight, -0.5, 0.5)
@@ -33,13 +34,13 @@ class ShortConvolution(nn.Module):
         """
         dtype = torch.promote_types(x_BTC.dtype, torch.float32)
         if tail is None:
-            padded = nn.functional.pad(x_BTC.to(dtype), (0, 0, self.weight.shape[-1] - 1, 0))
+            padded = nn.functional.pad(x_BTC.to(dtype), (0, 0, self.kernel_size - 1, 0))
         else:
             padded = torch.cat([tail, x_BTC], dim=1).to(dtype)
         return _ShiftedSum.apply(padded, self.weight.squeeze(1).t().to(dtype), self.bias.to(dtype), reach)
 
     def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, kernel_size={self.weight.shape[-1]}"
+        return f"{self.channels}, kernel_size={self.kernel_size}"
 
 
 class _ShiftedSum(torch.autograd.Function):

@@ -166,6 +166,8 @@ class Trainer:
 
     def _reversibility(self) -> dict[str, float]:
         """Checked backward passes so far, and the size of the streams: their growth shows an unstable stack early."""
+        if self.model.config.stack == "sequential":
+            return {}
         report = self.model.model.reversibility
         return {
             "passes_verified": report.passes_verified,

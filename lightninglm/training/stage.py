@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 
-from lightninglm.checkpoint import CheckpointError, CheckpointReader, newest_checkpoint, prune, remove_leftovers
+from lightninglm.checkpoint import (
+    CheckpointError,
+    CheckpointReader,
+    Skipped,
+    newest_checkpoint,
+    prune,
+    remove_leftovers,
+    set_aside,
+)
 from lightninglm.checkpoint.layout import step_folder
 from lightninglm.data.loader import PackedData
 from lightninglm.data.order import GlobalOrder
@@ -18,7 +26,7 @@ from lightninglm.distributed.expert_parallel import apply_expert_parallel
 from lightninglm.distributed.process_group import is_main_rank, raise_together, world_size
 from lightninglm.modeling.byte_embedding import token_bytes, tokens_sha256
 from lightninglm.modeling.configuration_lightninglm import LightningLMConfig
-from lightninglm.modeling.initialization import initialize_model
+from lightninglm.modeling.initialization import allocate_model, initialize_model
 from lightninglm.modeling.modeling_lightninglm import LightningLMForCausalLM
 from lightninglm.training.interruption import Interruption
 from lightninglm.training.lineage import LINEAGE_PID
@@ -29,13 +37,13 @@ from lightninglm.training.prepare import data_folder
 
 @dataclass
 class _Start:
-    """Where a stage starts: the checkpoint it goes on from (None for a fresh seed), and what belongs to it."""
+    """Where a stage starts: the checkpoint it goes on from (None for a fresh seed), newer damaged ones, the rest."""
 
     checkpoint: Path | None
+    skipped: list[Skipped]
     config: LightningLMConfig
     state: dict[str, Any]
     data: PackedData
-    notes: list[str]
 
 
 def run_stage(recipe, run_folder: Path, *, accept_changes: bool = False) -> int:
@@ -79,8 +87,9 @@ def run_stage(recipe, run_folder: Path, *, accept_changes: bool = False) -> int:
             folder.mkdir(parents=True, exist_ok=True)
             wandb = {"project": recipe.logging.project, "name": recipe.name} if recipe.logging.wandb else None
             logger = MetricsLogger(folder, recipe.name, state["step"], state["total_steps"], wandb)
-            for note in start.notes:
-                logger.say(note)
+            for entry in start.skipped:
+                logger.say(f"{entry}\n  set aside as {set_aside(entry.folder)}")
+            logger.say(f"goes on from {start.checkpoint}" if start.checkpoint else "starts from a fresh initialisation")
 
     watched = os.environ.get(LINEAGE_PID)
     with Interruption(watch_pid=int(watched) if watched else None) as interruption:
@@ -120,11 +129,10 @@ def _find_start(recipe, run_folder: Path, accept_changes: bool) -> _Start:
     folder = run_folder / recipe.name
     data = PackedData(data_folder(recipe, run_folder), recipe.data.sequence_length)
     checkpoint, skipped = newest_checkpoint(folder)
-    notes = [str(entry) for entry in skipped]
     if checkpoint is None and skipped:
         raise CheckpointError(
-            f"{folder}: no checkpoint can be used, and a stage never starts from scratch by itself; remove the folder to "
-            "do so\n  " + "\n  ".join(notes)
+            f"{folder}: no checkpoint can be used, and a stage never starts from scratch by itself; to do so, remove "
+            "the folder\n  " + "\n  ".join(map(str, skipped))
         )
     if checkpoint is None and recipe.grow is not None:
         raise CheckpointError(
@@ -139,7 +147,7 @@ def _find_start(recipe, run_folder: Path, accept_changes: bool) -> _Start:
             eos_token_id=data.tokenizer.end_id,
             pad_token_id=data.tokenizer.end_id,
         )
-        return _Start(None, config, state, data, [*notes, "starts from a fresh initialisation"])
+        return _Start(None, skipped, config, state, data)
 
     reader = CheckpointReader(checkpoint, verify=None)  # newest_checkpoint has verified it
     state |= reader.trainer_state
@@ -154,7 +162,7 @@ def _find_start(recipe, run_folder: Path, accept_changes: bool) -> _Start:
     else:
         _enter_stage(recipe, state)
     state |= {"recipe": recipe.resolved(), "recipe_sha256": recipe.sha256(), "total_steps": recipe.total_steps}
-    return _Start(checkpoint, config, state, data, [*notes, f"goes on from {checkpoint}"])
+    return _Start(checkpoint, skipped, config, state, data)
 
 
 def _fresh_state(recipe) -> dict[str, Any]:
@@ -224,7 +232,10 @@ def _build_engine(recipe, start: _Start, ds_config: dict[str, Any]):
     with torch.device("meta"):
         model = LightningLMForCausalLM(start.config)
     apply_expert_parallel(model, recipe.train.expert_parallel)
-    initialize_model(model, recipe.train.seed)
+    if start.checkpoint is None:
+        initialize_model(model, recipe.train.seed)
+    else:
+        allocate_model(model)
     model.load_token_bytes(start.data.folder / "tokenizer")
     model.train()
     optimizer = recipe.optimizer

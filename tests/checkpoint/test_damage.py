@@ -1,3 +1,5 @@
+"""Whatever happened to the files of a checkpoint, it is noticed and the file is named."""
+
 import json
 
 import pytest
@@ -110,6 +112,18 @@ def test_an_index_that_leaves_out_a_tensor_is_named(folder):
     manifest["sha256"] = manifest_sha256(manifest)
     (folder / "manifest.json").write_text(json.dumps(manifest))
     assert "model.norm.weight" in refusal(folder, "fast")
+
+
+def test_a_shard_that_shrinks_after_verification_is_an_error_not_a_wrong_value(folder):
+    reader = CheckpointReader(folder)
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    path = folder / reader.weights[name].file
+    reader.read(name)
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(CheckpointError, match=f"{path.name}: ends inside"):
+        for stored, info in reader.weights.items():
+            if info.file == path.name:
+                reader.read(stored)
 
 
 def test_several_findings_are_all_listed(folder):

@@ -1,3 +1,5 @@
+"""Names of files and tensors, and the head of a shard."""
+
 import pytest
 import torch
 from safetensors.torch import load_file

@@ -1,7 +1,9 @@
+"""Which checkpoints a stage has, which one a run resumes from, which ones go."""
+
 import pytest
 from checkpoints import write
 
-from lightninglm.checkpoint import list_checkpoints, newest_checkpoint, prune, step_folder
+from lightninglm.checkpoint import list_checkpoints, newest_checkpoint, prune, set_aside, step_folder
 
 
 @pytest.fixture
@@ -55,6 +57,15 @@ def test_pruning_counts_sound_checkpoints_only(stage):
 def test_pruning_leaves_pinned_checkpoints(stage):
     assert names(prune(stage, keep=1, pinned=[stage / step_folder(100)])) == [step_folder(300), step_folder(200)]
     assert names(list_checkpoints(stage)[0]) == [step_folder(400), step_folder(100)]
+
+
+def test_a_damaged_folder_can_be_set_aside_and_is_not_lost(stage):
+    bad = stage / step_folder(400)
+    (bad / "config.json").write_text("{}")
+    assert set_aside(bad) == stage / "damaged-step-00000400"
+    assert newest_checkpoint(stage) == (stage / step_folder(300), [])
+    write(bad)
+    assert set_aside(bad) == stage / "damaged-step-00000400-1"
 
 
 def test_the_last_checkpoint_cannot_be_pruned(stage):

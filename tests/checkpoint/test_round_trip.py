@@ -1,3 +1,5 @@
+"""What is written is what is read, bit for bit; what cannot be written whole is not written."""
+
 import hashlib
 import json
 
@@ -28,9 +30,17 @@ def test_every_tensor_comes_back_bit_for_bit_with_its_hash(tmp_path):
     assert reader.config == CONFIG and reader.trainer_state == STATE
 
 
-def test_rows_are_read_alone(tmp_path):
+def test_a_part_of_a_tensor_is_read_alone(tmp_path):
     reader = CheckpointReader(write(tmp_path / "c"))
-    assert torch.equal(reader.read("lm_head.weight", rows=(2, 5)), tensors()["lm_head.weight"][2:5])
+    weight = tensors()["lm_head.weight"]
+    assert torch.equal(reader.read("lm_head.weight", rows=(2, 5)), weight[2:5])
+    for dtype in (torch.bfloat16, torch.float32):
+        target = torch.zeros(10, dtype=dtype)
+        reader.read_into(target[3:8], "lm_head.weight", start=6)
+        assert torch.equal(target, torch.cat((torch.zeros(3), weight.flatten()[6:11], torch.zeros(2))))
+    for rows in ((8, 10), (-1, 2)):
+        with pytest.raises(CheckpointError, match=r"lm_head\.weight: elements .* of 36"):
+            reader.read("lm_head.weight", rows=rows)
 
 
 def test_file_hashes_and_sizes_are_those_of_the_files(tmp_path):

@@ -1,5 +1,6 @@
 """Runs a function on several DeepSpeed ranks within a second: imports happen once, then the ranks are forked."""
 
+import gc
 import importlib
 import io
 import multiprocessing
@@ -70,6 +71,7 @@ def _rank_main(function, rank, world_size, port, sender, args) -> None:
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
     )  # fmt: skip
+    gc.freeze()  # what was imported is not collected; looking at it would copy it into every rank
     try:
         process_group.init_distributed(timeout_minutes=1)
         torch.manual_seed(0)

@@ -111,11 +111,16 @@ def test_decay_starts():
 
 
 @pytest.mark.parametrize(
-    "name", ["model.layers.0.mixer.r_proj.scale", "model.layers.0.mlp.experts.gate_proj.weight2", "x"]
+    "name", ["model.layers.0.mixer.r_proj.scale", "model.layers.0.mlp.experts.2.gate_proj.weight2", "x"]
 )
 def test_unknown_names_are_refused(name):
     with pytest.raises(ValueError, match=f"no initial values are known for a tensor named '{name}'"):
         draw(name)
+
+
+def test_a_stack_of_experts_has_no_values_of_its_own():
+    with pytest.raises(ValueError, match="stacks the experts of a layer"):
+        draw("model.layers.0.mlp.experts.gate_proj.weight", (4, 32, 64))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -23,7 +23,7 @@ def test_every_parameter_gets_a_gradient(kind):
     ids = random_ids(4, 64)
     model(ids, labels=ids, prev_memory=torch.randn(4, 64)).loss.backward()
     untrained = {name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()}
-    if kind.startswith("published"):  # the indexer only feeds hard choices, see MODEL.md section 8
+    if kind.startswith("published"):  # the published indexer only feeds hard choices
         indexers = {name for name in untrained if ".indexer." in name}
         assert len(indexers) == 4 * (1 + model.config.layer_types.count("indexed_attention"))
         untrained -= indexers

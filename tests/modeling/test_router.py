@@ -43,7 +43,7 @@ def test_ties_go_to_the_lower_index(make_config):
     routing = router(tokens(3), None, record_statistics=False)
     expected = [0, 1] if make_config is moe_config else [0, 1, 2, 5, 6, 7]
     assert routing.experts.tolist() == [expected] * 3
-    torch.testing.assert_close(routing.weights, torch.full((3, len(expected)), 1 / len(expected)))
+    torch.testing.assert_close(routing.weights.float(), torch.full((3, len(expected)), 1 / len(expected)))
 
 
 def test_sigmoid_router_by_hand():
@@ -55,7 +55,7 @@ def test_sigmoid_router_by_hand():
     for t in range(x.shape[0]):
         picks = sorted(range(8), key=lambda e: -(scores[t, e] + router.logit_bias[e]).item())[:2]
         assert routing.experts[t].tolist() == picks
-        torch.testing.assert_close(routing.weights[t], scores[t, picks] / scores[t, picks].sum())
+        torch.testing.assert_close(routing.weights[t].float(), scores[t, picks] / scores[t, picks].sum())
     torch.testing.assert_close(routing.aux, 0.1 * logits.logsumexp(-1).square().mean())
 
 
@@ -73,15 +73,15 @@ def test_grouped_router_by_hand():
             experts += [g * 5 + m for m in chosen]
             weights.append(scores[t, g] / scores[t, groups].sum() * members[t, g, chosen].softmax(-1))
         assert routing.experts[t].tolist() == experts
-        torch.testing.assert_close(routing.weights[t], torch.cat(weights))
+        torch.testing.assert_close(routing.weights[t].float(), torch.cat(weights))
 
 
 @pytest.mark.parametrize("make_config", [moe_config, grouped_config])
 def test_weights_are_positive_and_sum_to_one(make_config):
     router = randomize(build_router(make_config()))
     routing = router(tokens(), None, record_statistics=False)
-    assert routing.weights.dtype == torch.float32 and routing.weights.min() > 0
-    torch.testing.assert_close(routing.weights.sum(-1), torch.ones(64))
+    assert routing.weights.dtype == torch.float64 and routing.weights.min() > 0
+    torch.testing.assert_close(routing.weights.sum(-1), torch.ones(64, dtype=torch.float64))
     assert all(len(set(picks)) == len(picks) for picks in routing.experts.tolist())
 
 
@@ -140,7 +140,7 @@ def test_published_softmax_router_by_hand():
         picks = sorted(range(16), key=lambda s: -slots[t, s].item())[:2]
         assert routing.experts[t].tolist() == [e if e < 8 else -1 for e in picks]
         weights = slots[t, picks].softmax(-1) * torch.tensor([float(e < 8) for e in picks])
-        torch.testing.assert_close(routing.weights[t], weights / weights.sum().clamp(min=1e-6))
+        torch.testing.assert_close(routing.weights[t].float(), weights / weights.sum().clamp(min=1e-6))
         for e in picks if keep[t] else ():
             if e < 8:
                 real_picks[e] += 1
@@ -166,7 +166,7 @@ def test_null_slots_of_the_sigmoid_router():
     null = routing.experts == -1
     one_real = null.sum(-1) == 1
     assert one_real.any()
-    weight = routing.weights[one_real].sum(-1)
+    weight = routing.weights[one_real].sum(-1).float()
     score = (x @ router.weight.T).sigmoid()[one_real].gather(1, routing.experts[one_real].amax(-1, keepdim=True))[:, 0]
     torch.testing.assert_close(weight, score / (score + router.null_logit.sigmoid()))
     assert routing.weights[null].abs().max() == 0
