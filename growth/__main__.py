@@ -18,8 +18,10 @@ from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
 
-from growth.core import OPERATORS, RECEIPT_FILE, GrowthJob, grow, parse_options, plan_growth, tensor_sha256
+from growth.core import grow
 from growth.errors import GrowthError, ReceiptError
+from growth.job import OPERATORS, GrowthJob, parse_options, plan_growth, tensor_sha256
+from growth.receipt import RECEIPT_FILE
 from growth.verify import diff, grouped, verify
 from lightninglm.checkpoint import CheckpointError, CheckpointReader, parse_step
 from lightninglm.checkpoint.errors import free_bytes

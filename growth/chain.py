@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from growth.core import grow, parse_options
+from growth.core import grow
+from growth.job import parse_options
 from growth.receipt import RECEIPT_FILE, tensors_sha256
 from lightninglm.checkpoint import CheckpointError, CheckpointReader
 

@@ -37,7 +37,8 @@ from growth.tensor_table import TensorSpec, tensor_table
 class DenseToMoEOptions(OperatorOptions):
     """
     num_experts (E), experts_per_token (K): routed experts and picks per token.
-    expert_size: width F of a routed expert; by default half of the dense width S.
+    expert_size: width F of a routed expert, at most the dense width S; by default the source's
+        config.moe_intermediate_size (half of S in all published sizes).
     strategy:
         exact           balanced draw of F units per expert, down projection zero
         paper           an independent random set of F units per expert, down columns copied (output about 1.5 x)
@@ -62,9 +63,11 @@ def plan(source: Source, options: DenseToMoEOptions, seed: int) -> Plan:
             "(multiply_experts grows a mixture of experts)"
         )
     dense_size = source.config.intermediate_size
-    size = options.expert_size or dense_size // 2
+    size = options.expert_size or source.config.moe_intermediate_size
     if size > dense_size:
-        raise GrowthError(f"expert_size = {size}: an expert is made of units of the dense FFN, which has {dense_size}")
+        raise GrowthError(
+            f"expert_size = {size}: an expert is made of units of the dense FFN, which has {dense_size}; half is usual"
+        )
     config = target_config(
         source,
         num_experts=options.num_experts,

@@ -8,6 +8,8 @@ b^M was added to a logit and the flat bias is added to a sigmoid score, whose sl
 u_g u_{m|g}.
 """
 
+from typing import Literal
+
 from growth.errors import GrowthError
 from growth.operator import OperatorOptions, Origin, Plan, Source, copied, fill, split_ffn, target_config
 from growth.tensor_table import TensorSpec
@@ -18,7 +20,7 @@ SIGMOID_SLOPE = 0.25
 class FlattenRouterOptions(OperatorOptions):
     """No options of its own. The target picks as many experts per token as the source."""
 
-    strategy: str = "sum_of_rows"
+    strategy: Literal["sum_of_rows"] = "sum_of_rows"
 
 
 def plan(source: Source, options: FlattenRouterOptions, seed: int) -> Plan:

@@ -18,7 +18,8 @@ NEW_TENSOR_WARMUP_STEPS = 100
 
 @dataclass(frozen=True)
 class MomentRule:
-    """One row of the table: three phrases for people, and what the code does with them.
+    """
+    One row of the table: three phrases for people, and what the code does with them.
 
     `carries`: the moments come from the source (through `Origin.carry`, divided by M and M^2); otherwise they are zero.
     `identical`: the target tensor holds the very bits of a source tensor. `new`: it owes no value to the source.

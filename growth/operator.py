@@ -1,7 +1,7 @@
 """What an operator is: a pure plan that names, for every tensor of the target, where it comes from.
 
 An operator never reads or writes a file. It is given the source's configuration and tensor table and returns a
-`Plan`: the target's configuration and one `Origin` per target tensor. `core.py` carries any plan out, tensor by tensor.
+`Plan`: the target's configuration and one `Origin` per target tensor. `job.py` carries any plan out, tensor by tensor.
 
 Shape letters as in docs/model.md: E experts, F expert width, S dense width, P groups, M members, H hidden.
 """
@@ -25,7 +25,8 @@ from lightninglm.modeling.initialization import initial_tensor
 
 
 class OperatorOptions(BaseModel):
-    """Options that every operator has. Unknown ones are refused by name.
+    """
+    Options that every operator has. Unknown ones are refused by name.
 
     tolerance: largest relative logit difference the receipt may show; replaces the one the strategy declares.
     """
@@ -50,11 +51,12 @@ def _same(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where one target tensor comes from.
+    """
+    Where one target tensor comes from.
 
     kind: a row of `moments.RULES`.
-    sources: disk names of the source tensors that `value` takes, in order. Applied to the weights, and again to their
-        fp32 masters.
+    sources: disk names of the source tensors that `value` takes, in order; in a bf16 run their fp32 masters, of which
+        the target's weight is then the rounded result (kinds that copy read weight and master each for itself).
     value: the formula; it may not depend on anything but its arguments and the plan's seed.
     carry: the formula for the moments, of the same sources' moments; by default `value`.
     clones: M, the number of clones that share the gradient of one source (kinds `clone` and `noisy_clone`).
@@ -75,13 +77,15 @@ class Origin:
 
 @dataclass
 class Plan:
-    """What an operator wants: the target's configuration, one origin per target tensor, and what it promises.
+    """
+    What an operator wants: the target's configuration, one origin per target tensor, and what it promises.
 
     dropped: source tensors that no target tensor takes, each with the reason. Any other unused tensor is an error.
     tolerance: declared bound on the relative logit difference; None promises nothing and only reports.
     loss_tolerance: declared bound on the change of held-out loss in any domain (nats per token).
     step_size_ramp: {"from", "to", "steps"} of layers whose step size rises in the next stage.
-    measurements: filled while the plan is carried out (quantization: SNR in dB per tensor).
+    measurements: filled while the plan is carried out: signal-to-noise ratio in dB per quantized matrix (None: no
+        error).
     """
 
     config: LightningLMConfig
@@ -90,7 +94,7 @@ class Plan:
     tolerance: float | None = None
     loss_tolerance: float | None = None
     step_size_ramp: dict[str, Any] | None = None
-    measurements: dict[str, dict[str, float]] = field(default_factory=dict)
+    measurements: dict[str, float | None] = field(default_factory=dict)
 
 
 EXACT_TOLERANCE = 1e-6
@@ -146,7 +150,8 @@ def generator(seed: int, *key: str) -> torch.Generator:
 
 
 def balanced_draw(num_experts: int, size: int, units: int, random: torch.Generator) -> Tensor:
-    """`size` distinct units of `units` for each expert, all units used equally often (counts differ by at most one).
+    """
+    `size` distinct units of `units` for each expert, all units used equally often (counts differ by at most one).
 
     Shuffled decks are dealt one after the other; an expert that spans two decks skips, in the second, the units it
     already holds, and they go to the next expert. Returns int64 [E, size], ascending in each row.

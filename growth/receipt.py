@@ -11,7 +11,7 @@ import resource
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -23,13 +23,11 @@ from transformers.utils import logging
 
 from growth import __version__
 from growth.errors import GrowthError
+from growth.job import GrowthJob
 from growth.moments import RULES, describe
 from lightninglm.modeling.configuration_lightninglm import LightningLMConfig
 from lightninglm.modeling.modeling_lightninglm import LightningLMForCausalLM
 from lightninglm.modeling.parameter_count import count_parameters
-
-if TYPE_CHECKING:
-    from growth.core import GrowthJob
 
 RECEIPT_FILE = "growth_receipt.json"
 FORMAT = 1
@@ -139,7 +137,7 @@ def read_batches(path: Path) -> dict[str, Tensor]:
 
 
 def build_receipt(
-    job: "GrowthJob",
+    job: GrowthJob,
     stage: str,
     tensors: Mapping[str, Mapping[str, Any]],
     measured: dict[str, Any] | None,
@@ -215,6 +213,17 @@ def passes(receipt: Mapping[str, Any]) -> bool | None:
     jumps = [abs(loss["after"] - loss["before"]) for loss in measured["heldout"].values()]
     return all(allowed is None or value <= allowed for value in differences) and all(
         tolerance["heldout_loss"] is None or jump <= tolerance["heldout_loss"] for jump in jumps
+    )
+
+
+def failure(receipt: Mapping[str, Any]) -> str:
+    """What a receipt that did not pass says, in one sentence."""
+    measured, tolerance = receipt["measured"], receipt["tolerance"]
+    jumps = ", ".join(f"{d} {v['before']:.6f} -> {v['after']:.6f}" for d, v in measured["heldout"].items())
+    return (
+        f"{receipt['operator']} ({receipt['strategy']}) missed its tolerance and was not committed: relative logit "
+        f"difference {measured['logits']['relative']:.3e} (allowed {tolerance['relative_logit_difference']}), held-out "
+        f"loss {jumps} (allowed change {tolerance['heldout_loss']})"
     )
 
 

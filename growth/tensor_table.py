@@ -20,7 +20,8 @@ from lightninglm.modeling.modeling_lightninglm import LightningLMForCausalLM
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor on disk.
+    """
+    One tensor on disk.
 
     shape, dtype: in a fp32 model; a checkpoint of a bf16 run stores most parameters in bf16.
     memory_name: the parameter or buffer of the model that it is, or is one row of.

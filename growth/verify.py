@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from growth.core import GrowthJob, grown_trainer_state, parse_options, plan_growth, tensor_sha256, transfer_bar
+from growth.core import transfer_bar
+from growth.job import GrowthJob, parse_options, plan_growth, tensor_sha256
 from growth.operator import EXACT_TOLERANCE
 from growth.receipt import RECEIPT_FILE, measure, passes, tensors_sha256
 from growth.tensor_table import table_problems
+from growth.trainer_state import grown_trainer_state
 from lightninglm.checkpoint import CheckpointReader, TensorInfo, from_disk_name
 from lightninglm.modeling.configuration_lightninglm import LightningLMConfig
 

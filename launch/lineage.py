@@ -33,15 +33,12 @@ def main() -> int:
     args = parser.parse_args()
     console = Console()
     try:
-        lineage = load_lineage(args.lineage, args.set)
-        num_gpus = args.num_gpus or lineage.world_size
-        for recipe in lineage.recipes:
-            recipe.check_world(num_gpus)
+        lineage = load_lineage(args.lineage, args.set, args.num_gpus)
         return run_lineage(
             lineage.recipes,
             lineage.files,
             args.run or Path("runs") / lineage.name,
-            num_gpus=num_gpus,
+            num_gpus=lineage.world_size,
             grow_chain=grow_chain,
             stage_script=Path(__file__).with_name("stage.py"),
             overrides=args.set,

@@ -33,7 +33,8 @@ GROWN_OVERRIDES = (
     "rope_enabled", "rope_theta", "max_position_embeddings", "document_boundaries",
     "balance", "balance_speed", "balance_band", "balance_gain", "router_z_loss_weight",
     "sparse_key_budget", "sparse_min_keys", "sparse_max_keys", "sparse_sink_keys",
-    "indexer_kl_weight", "indexer_kl_stride", "mtp_loss_weight", "logit_softcap",
+    "indexer_kl_weight", "indexer_kl_stride", "mtp_loss_weight", "mtp_num_experts_per_tok", "logit_softcap",
+    "stack", "mtp_stack",
     "stack_backend", "delta_rule_backend", "attention_backend", "experts_backend", "loss_backend",
 )  # fmt: skip
 """Fields of the model that a stage may change on a grown checkpoint: none of them gives a tensor another shape."""
@@ -188,10 +189,12 @@ class LoggingSection(_Section):
 
 class GrowSection(_Section):
     """from: the stage whose last checkpoint is the source. steps: operators with their options, in order; with none
-    the stage only trains on. new_tensor_warmup: steps over which the learning rate of new tensors rises."""
+    the stage only trains on. moments: carry the optimizer's state; without it Adam starts anew.
+    new_tensor_warmup: steps over which the learning rate of new tensors rises."""
 
     source: Annotated[Name, Field(alias="from")]
     steps: list[dict[str, dict[str, Any]]]
+    moments: bool = True
     new_tensor_warmup: Annotated[Whole, Field(ge=0)] = 100
 
     @model_validator(mode="before")
@@ -440,17 +443,18 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     return recipe
 
 
-def load_lineage(folder: str | Path, overrides: Iterable[str] = ()) -> Lineage:
+def load_lineage(folder: str | Path, overrides: Iterable[str] = (), world_size: int | None = None) -> Lineage:
     """
     Reads `lineage.yaml` of a folder and all its stages, and checks that they fit together.
 
-    overrides: applied to every stage.
+    overrides: applied to every stage. world_size: ranks to check for, instead of those that lineage.yaml says.
     Raises RecipeError.
     """
     path, overrides = Path(folder), list(overrides)
     file = YamlFile.read(path / "lineage.yaml" if path.is_dir() else path)
     listed = _validate(_LineageFile, file)
-    lineage = Lineage(listed.name, listed.world_size, [file.path.parent / stage for stage in listed.stages], [])
+    ranks = listed.world_size if world_size is None else world_size
+    lineage = Lineage(listed.name, ranks, [file.path.parent / stage for stage in listed.stages], [])
     experts: dict[str, int] = {}  # of each stage so far
     for i, stage in enumerate(lineage.files):
         if not stage.is_file():

@@ -78,10 +78,12 @@ class ExpertParallelDispatcher(TokenDispatcher):
         num_experts: experts of the layer, on all ranks.
         group: process group of P ranks.
         device: where the tokens are.
+        null_picks: whether the router has null slots; if so their number is a second read by the host.
     """
 
-    def __init__(self, num_experts: int, group: dist.ProcessGroup, device: torch.device):
+    def __init__(self, num_experts: int, group: dist.ProcessGroup, device: torch.device, null_picks: bool = True):
         self.num_experts = num_experts
+        self.null_picks = null_picks
         self.group = group
         self.ep_size = dist.get_world_size(group)
         shares = expert_shares(num_experts, self.ep_size)
@@ -91,7 +93,7 @@ class ExpertParallelDispatcher(TokenDispatcher):
         self._local_slot = torch.arange(self.num_slots, device=device).repeat(self.ep_size)
 
     def dispatch(self, x_TH, experts_TK):
-        picks = sort_picks(experts_TK, self.num_experts)
+        picks = sort_picks(experts_TK, self.num_experts, self.null_picks)
         send_PE = picks.counts.new_zeros(self.ep_size * self.num_slots)
         send_PE[self._slot_of_expert] = picks.counts
         receive_PE = torch.empty_like(send_PE)
@@ -170,7 +172,7 @@ def apply_expert_parallel(model: nn.Module, ep_size: int) -> None:
         shares = expert_shares(num_experts, ep_size)
         start, count = shares[dist.get_rank(group)]
         shard_experts(block.experts, start, count, padded=shares[0][1])
-        block.dispatcher = ExpertParallelDispatcher(num_experts, group, device)
+        block.dispatcher = ExpertParallelDispatcher(num_experts, group, device, block.dispatcher.null_picks)
         block.expert_parallel = ExpertParallelMarker(num_experts, ep_size, shares[0][1])
 
 

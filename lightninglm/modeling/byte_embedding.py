@@ -158,8 +158,9 @@ class _ProjectCodes(torch.autograd.Function):
         # The transposed gather: row y sums the gradients of the tokens with code y, in the order of the tokens.
         codes, order = codes_TX.flatten().sort(stable=True)
         starts = torch.searchsorted(codes, torch.arange(ctx.size + 1, dtype=codes.dtype, device=codes.device))
+        tokens = order[: int(starts[-1])] // codes_TX.shape[1]  # waits for the device, as the last layer of a backward
         scaled_TH = (hot_T - cold_T)[:, None] * grad_TH
-        grad_YH = F.embedding_bag(order // codes_TX.shape[1], scaled_TH, starts, mode="sum", include_last_offset=True)
+        grad_YH = F.embedding_bag(tokens, scaled_TH, starts, mode="sum", include_last_offset=True)
         grad_HY = grad_YH.t() + (cold_T @ grad_TH)[:, None]
         return grad_HY.to(ctx.weight_dtype), None, None, None
 

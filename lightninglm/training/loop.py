@@ -13,6 +13,7 @@ from lightninglm.data.order import micro_batches
 from lightninglm.training.evaluate import heldout_loss
 from lightninglm.training.interruption import Interruption
 from lightninglm.training.schedule import learning_rate_factor, new_tensor_factor, ramped_step_sizes
+from lightninglm.training.targets import count_targets
 
 
 class TrainingError(RuntimeError):
@@ -102,20 +103,26 @@ class Trainer:
         micro_steps = micro_batches(
             0, train.global_batch, train.micro_batch, self.rank, self.world_size, base=state["data"]["position"]
         )
-        for micro_step, positions in enumerate(micro_steps, start=1):
-            ids = self.batch(positions).to(self.engine.device)
-            output = self.engine(input_ids=ids, labels=ids)
+        batches = [self.batch(positions).to(self.engine.device) for positions in micro_steps]
+        counts = sum(count_targets(ids, self.model.config) for ids in batches)
+        dist.all_reduce(counts)
+        # The engine averages over micro-batches and ranks; dividing by the mean count makes that a mean over targets.
+        next_items, second_items = (counts / (len(batches) * self.world_size)).clamp(min=1).unbind()
+        for micro_step, ids in enumerate(batches, start=1):
+            output = self.engine(
+                input_ids=ids, labels=ids, num_items_in_batch=next_items, num_second_items_in_batch=second_items
+            )
             self.engine.backward(output.loss)
             parts = (output.next_token_loss, output.second_token_loss, output.aux_loss, output.loss)
             for i, part in enumerate(parts):
                 if part is not None:
                     sums[i] += part.detach().double()
-            if micro_step < len(micro_steps):
+            if micro_step < len(batches):
                 self.engine.step()  # between micro-batches it only counts
         sums[4] = float(self.interruption.requested)
         dist.all_reduce(sums)
         next_token, second_token, aux, loss, stop = sums.tolist()
-        mean = 1 / (len(micro_steps) * self.world_size)
+        mean = 1 / (len(batches) * self.world_size)
         if not math.isfinite(loss):
             raise TrainingError(
                 f"loss is not finite at step {step + 1}: next token {next_token * mean}, second token "

@@ -33,6 +33,7 @@ def prepare_stage(recipe, run_folder: Path, grow_chain: Callable) -> None:
         stage=recipe.name,
         seed=recipe.train.seed,
         heldout=heldout_file(data_folder(recipe, run_folder), length),
+        moments=recipe.grow.moments,
     )
 
 

@@ -99,7 +99,8 @@ def run_stage(recipe, run_folder: Path, *, accept_changes: bool = False) -> int:
         def save(state: dict[str, Any]) -> None:
             state["data"]["next_domain_offsets"] = order.offsets_after(state["data"]["position"])
             target = folder / step_folder(state["step"])
-            save_checkpoint(engine, target, state, tokenizer_folder=data.folder / "tokenizer")
+            with raise_together():  # a failed save is raised on all ranks at once, a full disk for example
+                save_checkpoint(engine, target, state, tokenizer_folder=data.folder / "tokenizer")
             if is_main_rank():
                 prune(folder, recipe.checkpoint.keep)
                 logger.say(f"saved {target}")
@@ -248,5 +249,9 @@ def _build_engine(recipe, start: _Start, ds_config: dict[str, Any]):
     )
     engine = build_engine(model, ds_config, groups)
     if start.checkpoint is not None:
-        load_checkpoint(engine, CheckpointReader(start.checkpoint, verify=None))
+        reader = CheckpointReader(start.checkpoint, verify=None)
+        # growth that was asked to drop the moments leaves a checkpoint without optimizer state
+        dropped = start.state["step"] == 0 and not reader.optimizer
+        with raise_together():
+            load_checkpoint(engine, reader, missing_moments="zero" if dropped else "error")
     return engine

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from small_checkpoints import MIXTURE, rewrite, small_config, write_checkpoint, write_tokenizer
 
-import growth.core
+import growth.job
 from growth.core import grow
 from growth.errors import GrowthError, ReceiptError
 from lightninglm.checkpoint import CheckpointError, CheckpointReader
@@ -229,14 +229,14 @@ def test_a_tolerance_that_is_missed(mixture, tmp_path, heldout):
 
 
 def test_an_operator_that_forgets_a_source_tensor(mixture, tmp_path, monkeypatch):
-    options, plan = growth.core.OPERATORS["multiply_experts"]
+    options, plan = growth.job.OPERATORS["multiply_experts"]
 
     def forgetful(source, parsed, seed):
         result = plan(source, parsed, seed)
         result.origins["lm_head.weight"] = growth.operator.Origin("zero", value=lambda: torch.zeros(257, 32))
         return result
 
-    monkeypatch.setitem(growth.core.OPERATORS, "multiply_experts", (options, forgetful))
+    monkeypatch.setitem(growth.job.OPERATORS, "multiply_experts", (options, forgetful))
     refused(
         mixture,
         tmp_path,

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from growth.__main__ import main
-from growth.core import OPERATORS
+from growth.job import OPERATORS
 from lightninglm.checkpoint import CheckpointReader
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-import growth.core
+import growth.job
 from growth.__main__ import main
-from growth.core import grow, parse_options, plan_growth
+from growth.core import grow
+from growth.job import parse_options, plan_growth
 from lightninglm.checkpoint import CheckpointReader
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,7 +67,7 @@ def test_few_tensors_are_held_at_once(mixture, monkeypatch):
 
 def test_an_interrupted_growth_leaves_the_source_and_no_target(mixture, tmp_path, monkeypatch):
     before = content(mixture)
-    tensors = growth.core.GrowthJob.tensors
+    tensors = growth.job.GrowthJob.tensors
 
     def interrupted(job):
         for i, pair in enumerate(tensors(job)):
@@ -74,7 +75,7 @@ def test_an_interrupted_growth_leaves_the_source_and_no_target(mixture, tmp_path
                 raise KeyboardInterrupt
             yield pair
 
-    monkeypatch.setattr(growth.core.GrowthJob, "tensors", interrupted)
+    monkeypatch.setattr(growth.job.GrowthJob, "tensors", interrupted)
     target = tmp_path / "target"
     options = {"num_experts": 12}
     with pytest.raises(KeyboardInterrupt):
@@ -87,7 +88,7 @@ def test_an_interrupted_growth_leaves_the_source_and_no_target(mixture, tmp_path
 
 
 def test_sigterm_cleans_up(mixture, tmp_path, monkeypatch, capsys):
-    tensors = growth.core.GrowthJob.tensors
+    tensors = growth.job.GrowthJob.tensors
 
     def stopped(job):
         for i, pair in enumerate(tensors(job)):
@@ -95,7 +96,7 @@ def test_sigterm_cleans_up(mixture, tmp_path, monkeypatch, capsys):
                 os.kill(os.getpid(), signal.SIGTERM)
             yield pair
 
-    monkeypatch.setattr(growth.core.GrowthJob, "tensors", stopped)
+    monkeypatch.setattr(growth.job.GrowthJob, "tensors", stopped)
     arguments = ["--source", str(mixture), "--target", str(tmp_path / "target"), "--num-experts", "12"]
     handler = signal.getsignal(signal.SIGTERM)
     try:
@@ -110,11 +111,11 @@ def test_a_killed_growth_can_be_started_again(mixture, tmp_path):
     before = content(mixture)
     target = tmp_path / "target"
     script = (  # kills itself in the middle
-        "import os, signal, sys, growth.core as core\n"
+        "import os, signal, sys, growth.job as job_module\n"
         "from growth.__main__ import main\n"
-        "tensors = core.GrowthJob.tensors\n"
+        "tensors = job_module.GrowthJob.tensors\n"
         "kill = lambda: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "core.GrowthJob.tensors = lambda job: (p for i, p in enumerate(tensors(job)) if i < 300 or kill())\n"
+        "job_module.GrowthJob.tensors = lambda job: (p for i, p in enumerate(tensors(job)) if i < 300 or kill())\n"
         "main(sys.argv[1:])\n"
     )
     arguments = ["multiply_experts", "--source", str(mixture), "--target", str(target), "--num-experts", "12"]

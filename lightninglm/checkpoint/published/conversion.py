@@ -58,3 +58,8 @@ def to_published(entry: Entry, part: Tensor, signs: Tensor | None = None, magnit
 def rotation_of_signs(signs: Tensor, magnitude: float | None = None) -> Tensor:
     """H diag(s) / sqrt(n) in fp32."""
     return hadamard_matrix(signs.numel()) * (signs * (magnitude or 1 / math.sqrt(signs.numel())))
+
+
+def raw_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor in row-major order, uint8 [nbytes]; not copied if it is contiguous."""
+    return tensor.contiguous().view(-1).view(torch.uint8)

@@ -1,0 +1,118 @@
+"""
+Checkpoints into and out of other layouts.
+
+    python launch/export.py import-published SOURCE TARGET [--config lightninglm-5b] [--tokenizer FOLDER]
+    python launch/export.py export-published SOURCE TARGET [--aliases]
+
+`import-published` makes a checkpoint folder of a published checkpoint: a safetensors file, a folder of shards with their
+index, a file of torch.save, or a folder with one such file per expert-parallel rank. `export-published` goes back; what
+was imported comes out bit for bit. docs/published-checkpoints.md says what is held where.
+
+Exit codes: 0 done, 1 an exported tensor is not what was imported, 2 bad usage or input. With --json one JSON object goes
+to standard output; everything else goes to standard error.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+
+from growth.core import transfer_bar
+from lightninglm.checkpoint import CheckpointError
+from lightninglm.checkpoint.published import (
+    ExportMismatchError,
+    PublishedSource,
+    export_published,
+    import_published,
+    resolve_config,
+)
+from lightninglm.modeling.presets import PRESETS
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    args = _parser().parse_args(arguments)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        args.run(args, console)
+    except CheckpointError as error:
+        console.print("error:", str(error), markup=False)
+        return 1 if isinstance(error, ExportMismatchError) else 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    command = _add_command(commands, "import-published", _import, "make a checkpoint folder of a published checkpoint")
+    command.add_argument(
+        "--config", metavar="PRESET|FILE", help=f"JSON file or one of {', '.join(PRESETS)} (default: by the sizes)"
+    )
+    command.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="copy the tokenizer of this folder")
+    command.add_argument(
+        "--ignore-stale-aliases", action="store_true", help="take the canonical tensor where an alias holds another one"
+    )
+    command.add_argument(
+        "--recompute-rope", action="store_true", help="let a --config with rope_source 'config' replace the frequencies"
+    )
+    command = _add_command(commands, "export-published", _export, "write a checkpoint folder in the published layout")
+    command.add_argument("--aliases", action="store_true", help="write all published names of every tensor (4x the size)")
+    return parser
+
+
+def _add_command(commands, name: str, run, about: str) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=about, description=about)
+    command.set_defaults(run=run)
+    command.add_argument("source", type=Path, metavar="SOURCE")
+    command.add_argument("target", type=Path, metavar="TARGET", help="folder to create")
+    command.add_argument("--json", action="store_true", help="print the report as JSON")
+    return command
+
+
+def _import(args: argparse.Namespace, console: Console) -> None:
+    source = PublishedSource(args.source)
+    config = resolve_config(source, args.config)
+    report = import_published(
+        source,
+        args.target,
+        config,
+        tokenizer_folder=args.tokenizer,
+        ignore_stale_aliases=args.ignore_stale_aliases,
+        recompute_rope=args.recompute_rope,
+        progress=lambda total: transfer_bar(total, f"import -> {args.target.name}", not args.json),
+    )
+    if args.json:
+        print(json.dumps(asdict(report), indent=2))
+        return
+    for alias in report.stale_aliases:
+        console.print("ignored:", alias, "(does not hold what its canonical key holds)", markup=False)
+    for entry in report.ignored:
+        console.print("ignored:", entry, "(not a tensor)", markup=False)
+    for note in report.notes:
+        console.print("note:", note, markup=False)
+    console.print(f"{report.keys:,} published keys ({report.aliases:,} aliases) -> {report.tensors:,} tensors: {args.target}")
+    if args.tokenizer is None:
+        console.print("note: without --tokenizer the folder has no tokenizer.json, the model needs load_token_bytes")
+
+
+def _export(args: argparse.Namespace, console: Console) -> None:
+    report = export_published(
+        args.source,
+        args.target,
+        aliases=args.aliases,
+        progress=lambda total: transfer_bar(total, f"export -> {args.target.name}", not args.json),
+    )
+    if args.json:
+        print(json.dumps(asdict(report), indent=2))
+        return
+    for note in report.notes:
+        console.print("note:", note, markup=False)
+    checked = "" if report.as_imported is None else f", {report.as_imported:,} bit for bit as imported"
+    console.print(f"{report.keys:,} published keys{checked}, {report.aliases:,} aliases: {args.target}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
