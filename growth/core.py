@@ -14,7 +14,7 @@ from growth.errors import ReceiptError
 from growth.job import parse_options, plan_growth
 from growth.receipt import RECEIPT_FILE, build_receipt, failure, measure, summary
 from growth.trainer_state import grown_trainer_state
-from lightninglm.checkpoint import CheckpointReader, CheckpointWriter
+from lightninglm.checkpoint import CheckpointReader, CheckpointWriter, base_hashes
 from lightninglm.checkpoint.writer import refuse_existing
 
 SMALL_FILES_BYTES = 32 * 2**20  # room for indexes, manifest and tokenizer beside the tensors
@@ -71,6 +71,7 @@ def grow(
                 if receipt["passed"] is False:
                     raise ReceiptError(failure(receipt), receipt)
                 state["lineage"].append({"growth": summary(receipt)})
+                state["expert_bases"] = base_hashes({name: entry["sha256"] for name, entry in tensors.items()})
                 return {RECEIPT_FILE: (json.dumps(receipt, indent=2) + "\n").encode()}
 
             writer.commit(job.plan.config.to_dict(), state, tokenizer_folder=source, check=check)

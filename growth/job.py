@@ -12,7 +12,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from growth import deepen, dense_to_moe, flatten_router, multiply_experts, quantize_experts
+from growth import deepen, dense_to_moe, flatten_router, merge_experts, multiply_experts, quantize_experts
 from growth.errors import GrowthError
 from growth.moments import EXP_AVG, EXP_AVG_SQ, MASTER, RULES
 from growth.operator import OperatorOptions, Origin, Plan, Source, listed, unused
@@ -25,6 +25,7 @@ OPERATORS = {
     "deepen": (deepen.DeepenOptions, deepen.plan),
     "multiply_experts": (multiply_experts.MultiplyExpertsOptions, multiply_experts.plan),
     "quantize_experts": (quantize_experts.QuantizeExpertsOptions, quantize_experts.plan),
+    "merge_experts": (merge_experts.MergeExpertsOptions, merge_experts.plan),
     "flatten_router": (flatten_router.FlattenRouterOptions, flatten_router.plan),
 }
 
@@ -122,7 +123,9 @@ class GrowthJob:
                 yield f"{name}.{part}", state if divisor == 1 else state / divisor
 
     def _dtype(self, spec: TensorSpec, origin: Origin) -> torch.dtype:
-        """A target tensor is stored in the dtype of the source tensor it comes from, unless the model fixes its own."""
+        """A target tensor is stored in the dtype of the source tensor it comes from, unless model or plan fix another."""
+        if origin.dtype is not None:
+            return origin.dtype
         like = origin.like or (origin.sources[0] if origin.sources else None)
         if spec.fixed_dtype or like is None:
             return spec.dtype

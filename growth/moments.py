@@ -43,6 +43,7 @@ RULES = {
     "initial": MomentRule("its initial value", "0", "0", new=True),
     "derived": MomentRule("its value", "0", "0"),
     "zero_step_copy": MomentRule("copied", "0", "0", identical=True),
+    "merged": MomentRule("W + A B", "0", "0"),
     "quantized": MomentRule("none", "none", "none"),
 }
 

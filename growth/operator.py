@@ -61,6 +61,7 @@ class Origin:
     carry: the formula for the moments, of the same sources' moments; by default `value`.
     clones: M, the number of clones that share the gradient of one source (kinds `clone` and `noisy_clone`).
     like: source tensor whose dtype on disk the target's takes; by default the first of `sources`, float32 without any.
+    dtype: what the target is stored in, whatever the source's is.
     """
 
     kind: str
@@ -69,6 +70,7 @@ class Origin:
     carry: Callable[..., Tensor] | None = None
     clones: int = 1
     like: str | None = None
+    dtype: torch.dtype | None = None
 
     def moment(self) -> Callable[..., Tensor] | None:
         """The formula of the moments, or None where the written rule says zero."""

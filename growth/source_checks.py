@@ -8,7 +8,7 @@ from growth.errors import GrowthError
 from growth.moments import EXP_AVG, EXP_AVG_SQ, MASTER
 from growth.operator import Source, listed
 from growth.tensor_table import table_problems, tensor_table
-from lightninglm.checkpoint import CheckpointReader
+from lightninglm.checkpoint import CheckpointReader, base_hashes, check_bases
 from lightninglm.modeling.byte_embedding import token_bytes, tokens_sha256
 from lightninglm.modeling.configuration_lightninglm import LightningLMConfig
 
@@ -19,7 +19,8 @@ STATE_KEYS = (
 
 
 def read_source(reader: CheckpointReader) -> Source:
-    """The source as an operator sees it. Raises GrowthError, naming tensors, unless it is what its config says."""
+    """The source as an operator sees it. Raises GrowthError, naming tensors, unless it is what its config says,
+    and ExpertBaseError unless quantized experts have the base that their adapters were trained on."""
     try:
         config = LightningLMConfig.from_dict(dict(reader.config))
     except ValueError as error:
@@ -38,6 +39,8 @@ def read_source(reader: CheckpointReader) -> Source:
     if steps != torch.tensor(config.step_sizes, dtype=torch.float32).tolist():
         raise GrowthError(f"{reader.folder}: model.step_size is {steps}, config.step_sizes is {config.step_sizes}")
     check_tokenizer(reader.folder, config)
+    found = base_hashes({name: info.sha256 for name, info in reader.weights.items()})
+    check_bases(reader.folder, reader.trainer_state.get("expert_bases"), found)
     return Source(config, tensor_table(config), reader.trainer_state)
 
 

@@ -17,7 +17,7 @@ from growth.operator import EXACT_TOLERANCE
 from growth.receipt import RECEIPT_FILE, measure, passes, tensors_sha256
 from growth.tensor_table import table_problems
 from growth.trainer_state import grown_trainer_state
-from lightninglm.checkpoint import CheckpointReader, TensorInfo, from_disk_name
+from lightninglm.checkpoint import CheckpointReader, TensorInfo, base_hashes, from_disk_name
 from lightninglm.modeling.configuration_lightninglm import LightningLMConfig
 
 
@@ -129,7 +129,14 @@ def _replay(
             elif stored[name].sha256 != tensor_sha256(tensor):
                 findings.append(_finding(name, f"SHA-256 {stored[name].sha256[:16]}...", _source_of(job, name)))
     findings += [_finding(name, "a tensor that no rule makes", "none") for name in stored if name not in made]
+    recorded, bases = after.trainer_state.get("expert_bases"), _bases(after)
+    if recorded != bases:
+        findings.append(_finding("trainer_state.expert_bases", json.dumps(recorded), json.dumps(bases)))
     return findings + _state_findings(job, after.trainer_state, receipt)
+
+
+def _bases(reader: CheckpointReader) -> dict[str, str]:
+    return base_hashes({name: info.sha256 for name, info in reader.weights.items()})
 
 
 def _state_findings(job: GrowthJob, state: Mapping[str, Any], receipt: Mapping[str, Any]) -> list[dict[str, str]]:

@@ -3,25 +3,33 @@ Checkpoints into and out of other layouts.
 
     python launch/export.py import-published SOURCE TARGET [--config lightninglm-5b] [--tokenizer FOLDER]
     python launch/export.py export-published SOURCE TARGET [--aliases]
+    python launch/export.py merge SOURCE TARGET [--dtype bf16] [--verify FILE]
 
-`import-published` makes a checkpoint folder of a published checkpoint: a safetensors file, a folder of shards with their
-index, a file of torch.save, or a folder with one such file per expert-parallel rank. `export-published` goes back; what
-was imported comes out bit for bit. docs/published-checkpoints.md says what is held where.
+`import-published` makes a checkpoint folder of a published checkpoint: a safetensors file, a folder of shards with
+their index, a file of torch.save, or a folder with one such file per expert-parallel rank. `export-published` goes
+back; what was imported comes out bit for bit. docs/published-checkpoints.md says what is held where.
 
-Exit codes: 0 done, 1 an exported tensor is not what was imported, 2 bad usage or input. With --json one JSON object goes
-to standard output; everything else goes to standard error.
+`merge` makes dense experts of quantized experts and their adapters: the matrices that were trained, in fp32 or rounded
+once to bf16. It is the growth operator merge_experts, and the target has a growth receipt.
+
+Exit codes: 0 done, 1 an exported tensor is not what was imported or a merged model computes something else, 2 bad usage
+or input. With --json one JSON object goes to standard output; everything else goes to standard error.
 """
 
 import argparse
 import json
+import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 
-from growth.core import transfer_bar
-from lightninglm.checkpoint import CheckpointError
+from growth.core import grow, transfer_bar
+from growth.errors import GrowthError, ReceiptError
+from growth.merge_experts import DTYPES
+from growth.receipt import RECEIPT_FILE
+from lightninglm.checkpoint import CheckpointError, CheckpointReader
 from lightninglm.checkpoint.published import (
     ExportMismatchError,
     PublishedSource,
@@ -36,11 +44,15 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     args = _parser().parse_args(arguments)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up as after Ctrl-C
     try:
         args.run(args, console)
-    except CheckpointError as error:
+    except (CheckpointError, GrowthError) as error:
         console.print("error:", str(error), markup=False)
-        return 1 if isinstance(error, ExportMismatchError) else 2
+        return 1 if isinstance(error, ExportMismatchError | ReceiptError) else 2
+    except KeyboardInterrupt:
+        console.print("interrupted: nothing was written")
+        return 130
     return 0
 
 
@@ -59,7 +71,10 @@ def _parser() -> argparse.ArgumentParser:
         "--recompute-rope", action="store_true", help="let a --config with rope_source 'config' replace the frequencies"
     )
     command = _add_command(commands, "export-published", _export, "write a checkpoint folder in the published layout")
-    command.add_argument("--aliases", action="store_true", help="write all published names of every tensor (4x the size)")
+    command.add_argument("--aliases", action="store_true", help="write every tensor under all its names (4x the size)")
+    command = _add_command(commands, "merge", _merge, "make dense experts of quantized experts and their adapters")
+    command.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the merged weights (default fp32)")
+    command.add_argument("--verify", type=Path, metavar="FILE", help="held-out tokens to measure both models on")
     return parser
 
 
@@ -93,7 +108,8 @@ def _import(args: argparse.Namespace, console: Console) -> None:
         console.print("ignored:", entry, "(not a tensor)", markup=False)
     for note in report.notes:
         console.print("note:", note, markup=False)
-    console.print(f"{report.keys:,} published keys ({report.aliases:,} aliases) -> {report.tensors:,} tensors: {args.target}")
+    keys = f"{report.keys:,} published keys (and {report.aliases:,} aliases)"
+    console.print(f"{keys} -> {report.tensors:,} tensors in {args.target}")
     if args.tokenizer is None:
         console.print("note: without --tokenizer the folder has no tokenizer.json, the model needs load_token_bytes")
 
@@ -111,7 +127,29 @@ def _export(args: argparse.Namespace, console: Console) -> None:
     for note in report.notes:
         console.print("note:", note, markup=False)
     checked = "" if report.as_imported is None else f", {report.as_imported:,} bit for bit as imported"
-    console.print(f"{report.keys:,} published keys{checked}, {report.aliases:,} aliases: {args.target}")
+    console.print(f"{report.keys:,} published keys{checked}, and {report.aliases:,} aliases in {args.target}")
+
+
+def _merge(args: argparse.Namespace, console: Console) -> None:
+    with CheckpointReader(args.source) as reader:
+        has_optimizer = bool(reader.optimizer)
+    receipt = grow(
+        args.source,
+        args.target,
+        "merge_experts",
+        {"dtype": args.dtype},
+        stage=args.target.name,
+        heldout=args.verify,
+        moments=has_optimizer,
+        progress=not args.json,
+    )
+    if args.json:
+        print(json.dumps(receipt, indent=2))
+        return
+    merged = receipt["tensors"]["by_kind"]["merged"]
+    console.print(f"{merged:,} matrices merged: {args.target} (receipt: {RECEIPT_FILE})")
+    if receipt["measured"] is not None:
+        console.print(f"relative logit difference {receipt['measured']['logits']['relative']:.1e}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from growth.chain import grow_chain
-from growth.errors import GrowthError
+from growth.errors import GrowthError, ReceiptError
 from lightninglm.checkpoint import CheckpointError
 from lightninglm.data.corpus import DataError
 from lightninglm.recipe import RecipeError, load_lineage
@@ -45,6 +45,9 @@ def main() -> int:
             accept_changes=args.accept_changes,
             console=console,
         )
+    except ReceiptError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except (RecipeError, CheckpointError, GrowthError, DataError, RunLockedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

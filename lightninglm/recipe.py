@@ -27,7 +27,7 @@ from lightninglm.data.loader import read_record
 from lightninglm.data.tokenizer import TokenizerFolder
 from lightninglm.yaml_file import RecipeError, YamlFile, unknown
 
-OPERATORS = ("dense_to_moe", "deepen", "multiply_experts", "quantize_experts", "flatten_router")
+OPERATORS = ("dense_to_moe", "deepen", "multiply_experts", "quantize_experts", "merge_experts", "flatten_router")
 
 GROWN_OVERRIDES = (
     "rope_enabled", "rope_theta", "max_position_embeddings", "document_boundaries",

@@ -1,6 +1,7 @@
 """The checkpoint folder: one format for training, growth, fine-tuning and HuggingFace, written and read here only."""
 
 from lightninglm.checkpoint.errors import CheckpointError
+from lightninglm.checkpoint.expert_bases import ExpertBaseError, base_hashes, check_bases, is_base
 from lightninglm.checkpoint.layout import (
     OPTIMIZER_KEYS,
     TensorInfo,
@@ -28,11 +29,15 @@ __all__ = [
     "CheckpointError",
     "CheckpointReader",
     "CheckpointWriter",
+    "ExpertBaseError",
     "Finding",
     "Skipped",
     "TensorInfo",
+    "base_hashes",
+    "check_bases",
     "explain",
     "from_disk_name",
+    "is_base",
     "is_stacked",
     "list_checkpoints",
     "newest_checkpoint",

@@ -168,11 +168,14 @@ def merge_expert(
     The dense fp32 weights W + A B of one expert, or of a stack of them: exactly the matrices that were trained.
 
     Args:
-        tensors: as `quantize_expert` returns them, each with or without a leading expert dimension.
+        tensors: as `quantize_expert` returns them, each with or without a leading expert dimension; a subset of the
+            projections is allowed.
         shared: the layer's tensors of `shared_tensors`.
     """
     dense = {}
     for name, weight_format in weight_formats(config, shared).items():
+        if f"{name}.codes" not in tensors:
+            continue
         base = weight_format.decode(tensors[f"{name}.codes"], tensors[f"{name}.scales"])
         dense[name] = base + tensors[f"{name}.A"].float() @ tensors[f"{name}.B"].float()
     return dense

@@ -249,9 +249,6 @@ def _build_engine(recipe, start: _Start, ds_config: dict[str, Any]):
     )
     engine = build_engine(model, ds_config, groups)
     if start.checkpoint is not None:
-        reader = CheckpointReader(start.checkpoint, verify=None)
-        # growth that was asked to drop the moments leaves a checkpoint without optimizer state
-        dropped = start.state["step"] == 0 and not reader.optimizer
-        with raise_together():
-            load_checkpoint(engine, reader, missing_moments="zero" if dropped else "error")
+        with raise_together():  # an error of loading is raised on all ranks at once
+            load_checkpoint(engine, CheckpointReader(start.checkpoint, verify=None))
     return engine

@@ -1,4 +1,4 @@
-"""Published checkpoints come in and go out bit for bit, load as models, and are refused whole when anything is wrong."""
+"""Published checkpoints come in and go out bit for bit, load as models, and are refused whole if anything is wrong."""
 
 import argparse
 import importlib.util
@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from lightninglm.checkpoint import CheckpointError, CheckpointReader, CheckpointWriter
+from growth.tensor_table import table_problems
+from lightninglm.checkpoint import CheckpointError, CheckpointReader, CheckpointWriter, explain
 from lightninglm.checkpoint.model_tensors import add_model
 from lightninglm.checkpoint.published import (
     ExportMismatchError,
@@ -26,7 +27,7 @@ from lightninglm.checkpoint.published import (
     published_table,
     resolve_config,
 )
-from lightninglm.modeling import preset
+from lightninglm.modeling import LightningLMConfig, preset
 from lightninglm.modeling.quantized_experts import merge_expert
 from tests.checkpoint.published_files import KINDS, aliases, published_state, rank_files, save
 from tests.modeling.tiny_models import random_ids, save_tokenizer, spread_weights, tiny_model
@@ -81,6 +82,10 @@ def test_import_then_export_is_bitwise_and_the_folder_is_a_model(kind, tmp_path)
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
     assert_same(written(tmp_path / "back"), state)
 
+    assert explain(tmp_path / "ours") == []
+    with CheckpointReader(tmp_path / "ours") as reader:  # it is what growth and training expect, too
+        assert table_problems(reader.weights, LightningLMConfig.from_dict(reader.config)) == []
+        assert len(reader.trainer_state["expert_bases"]) == (9 if kind == "quantized" else 0)
     model, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not any(loading.values())
     ids = random_ids(2, 24)
@@ -123,9 +128,7 @@ PLACES = {  # published key -> ours, one of each kind of tensor
         f"layers.3.attn_block.sublayer.W_{x}.weight": f"model.layers.3.mixer.{x}_proj.weight"
         for x in ("q", "k", "v", "gv", "go")
     },
-    **{
-        f"mtp_block.attn.W_I{x}.weight": f"mtp.layer.mixer.indexer.{x}_proj.weight" for x in "qkw"
-    },
+    **{f"mtp_block.attn.W_I{x}.weight": f"mtp.layer.mixer.indexer.{x}_proj.weight" for x in "qkw"},
     "mtp_block.attn.W_gv.weight": "mtp.layer.mixer.gv_proj.weight",
     "layers.3.attn_block.sublayer.o_proj.weight": "model.layers.3.mixer.o_proj.weight",
     "layers.3.attn_block.sublayer.gate_bias": "model.layers.3.mixer.indexer.gate_bias",
@@ -179,11 +182,12 @@ def test_quantized_experts_compute_what_the_published_formula_says(tmp_path):
     x = torch.randn(5, 64, dtype=torch.float64)
     with CheckpointReader(tmp_path / "ours") as reader:
         config.expert_quantization = reader.config["expert_quantization"]
-        for prefix, ours, expert in (("layers.5.mlp_block.sublayer", "model.layers.5", 7), ("mtp_block.mlp", "mtp.layer", 3)):
-            stem = f"{ours}.mlp.experts."
-            shared = {name.removeprefix(stem): reader.read(name) for name in reader.weights if name.startswith(stem)}
-            tensors = {name.removeprefix(f"{expert}."): shared[name] for name in shared if name.startswith(f"{expert}.")}
-            merged = merge_expert(tensors, shared, config)
+        places = ("layers.5.mlp_block.sublayer", "model.layers.5", 7), ("mtp_block.mlp", "mtp.layer", 3)
+        for prefix, ours, expert in places:
+            stem, own = f"{ours}.mlp.experts.", f"{expert}."
+            layer = {name.removeprefix(stem): reader.read(name) for name in reader.weights if name.startswith(stem)}
+            tensors = {name.removeprefix(own): tensor for name, tensor in layer.items() if name.startswith(own)}
+            merged = merge_expert(tensors, layer, config)
             for name in ("gate", "up", "down"):
                 module = {
                     key.rpartition(".")[2]: tensor.double()
@@ -238,8 +242,10 @@ def test_a_stale_alias_is_refused_or_ignored_by_name(tmp_path):
     state = published_state("mixture")
     names = aliases(state)
     everything = {alias: state[key].clone() for alias, key in names.items()} | state
-    stale = ["stack.mid_layers.2.block.attn_block.norm.weight", "mtp_block.reversible_stack.blocks.1.block.norm.weight"]
-    stale[1] = "mtp_block.reversible_stack.mid_layers.0.block.block.norm.weight"
+    stale = [
+        "stack.mid_layers.2.block.attn_block.norm.weight",
+        "mtp_block.reversible_stack.blocks.0.block.sublayer.W_q.weight",
+    ]
     for alias in stale:
         everything[alias] = everything[alias] + 1
     path = save(everything, tmp_path / "published.safetensors")
@@ -352,7 +358,8 @@ def test_a_dense_base_with_adapters_becomes_dense_experts_and_comes_back(tmp_pat
         codes = state.pop(key)
         state[key.replace("weight_indices", "base_weight")] = (codes.float() / 1000).bfloat16()
     bring_in(save(state, tmp_path / "published.safetensors"), tmp_path / "ours")
-    module = {key.rpartition(".")[2]: t.double() for key, t in state.items() if ".2.mlp_block.sublayer.moe.tq_up" in key}
+    stem = "layers.2.mlp_block.sublayer.moe.tq_up_weights."
+    module = {key.removeprefix(stem): tensor.double() for key, tensor in state.items() if key.startswith(stem)}
     dense = module["base_weight"][5] + module["tqp_A"][5] @ module["tqp_B"][5]
     with CheckpointReader(tmp_path / "ours") as reader:
         found = reader.read("model.layers.2.mlp.experts.5.up_proj.weight")
@@ -378,14 +385,16 @@ def test_frequencies_of_the_file_are_replaced_only_when_asked_for(tmp_path):
     assert_same(written(tmp_path / "back"), state)
 
 
-@pytest.mark.parametrize("kind", ["published softmax", "published sigmoid", "published dense"])
+@pytest.mark.parametrize("kind", ["published softmax", "published sigmoid", "published dense", "flat"])
 def test_a_checkpoint_that_was_trained_here_goes_out_and_in_unchanged(kind, tmp_path):
     model = spread_weights(tiny_model(kind))
     with CheckpointWriter(tmp_path / "ours") as writer:
         add_model(writer, model)
         writer.commit(model.config.to_dict(), {})
-    assert export_published(tmp_path / "ours", tmp_path / "published").as_imported is None
-    bring_in(tmp_path / "published", tmp_path / "again", tmp_path / "ours" / "config.json")
+    report = export_published(tmp_path / "ours", tmp_path / "published")
+    assert report.as_imported is None and bool(report.notes) == (kind == "flat")
+    config = tmp_path / "ours" / "config.json"
+    bring_in(tmp_path / "published", tmp_path / "again", config, recompute_rope=kind == "flat")
     before, after = hashes(tmp_path / "ours"), hashes(tmp_path / "again")
     assert before == {name: sha256 for name, sha256 in after.items() if not name.startswith("published.")}
 
@@ -461,7 +470,7 @@ def test_bad_configurations_are_explained(tmp_path):
         (None, "3 layers, lm_head.weight [512, 64], 0 experts: no preset has these sizes"),
         ('{"hidden_sise": 64}', "LightningLMConfig has no field hidden_sise"),
         ('{"hidden_size": 65}', "must equal hidden_size = 65"),
-        ('{"hidden_size": "wide"}', "hidden_size"),
+        ('{"hidden_size": "wide"}', "a field of LightningLMConfig has a value of the wrong type"),
         ("[]", "must be an object"),
         ("{", "not readable as JSON"),
     ):
@@ -497,9 +506,11 @@ def test_the_commands_report_and_exit_as_documented(command, tmp_path, capsys, m
     assert command("import-published", path, tmp_path / "ours") == 2
     assert "exists already" in capsys.readouterr().err
     save_file({"norm.weight": torch.ones(64)}, tmp_path / "part.safetensors")
-    assert command("import-published", tmp_path / "part.safetensors", tmp_path / "x", "--config", "lightninglm-2b-tiny") == 2
+    part = tmp_path / "part.safetensors"
+    assert command("import-published", part, tmp_path / "x", "--config", "lightninglm-2b-tiny") == 2
     assert "lm_head.weight: missing" in capsys.readouterr().err
-    assert command("import-published", path, tmp_path / "x", "--config", "lightninglm-2b", "--tokenizer", tokenizer) == 2
+    other = ("--config", "lightninglm-2b", "--tokenizer", tokenizer)
+    assert command("import-published", path, tmp_path / "x", *other) == 2
     assert "512 ids, but config.vocab_size = 131072" in capsys.readouterr().err
     monkeypatch.setattr(exporting, "to_published", lambda entry, part, *rest: part * 2)
     assert command("export-published", tmp_path / "ours", tmp_path / "x") == 1

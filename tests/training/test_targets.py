@@ -1,4 +1,4 @@
-"""The trainer counts targets as the model does, so that losses of unequal micro-batches add up to a mean over targets."""
+"""The trainer counts targets as the model does: losses of unequal micro-batches add up to a mean over targets."""
 
 import pytest
 import torch

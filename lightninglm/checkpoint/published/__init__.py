@@ -1,4 +1,4 @@
-"""Published LightningLM checkpoints: their layout of keys and files, into our checkpoint folder and back, bit for bit."""
+"""Published LightningLM checkpoints: from their layout of keys and files into our folder and back, bit for bit."""
 
 from lightninglm.checkpoint.published.configuration import resolve_config
 from lightninglm.checkpoint.published.exporting import ExportMismatchError, ExportReport, export_published

@@ -49,8 +49,8 @@ def _preset_of(source: PublishedSource) -> str:
         if (config.num_hidden_layers, config.hidden_size, config.vocab_size, config.num_experts) == found:
             return name
     raise CheckpointError(
-        f"{source.path}: {found[0]} layers, lm_head.weight {list(head)}, {found[3]} experts: no preset has these sizes; "
-        f"name the configuration with --config (a JSON file, or one of {', '.join(PRESETS)})"
+        f"{source.path}: {found[0]} layers, lm_head.weight {list(head)}, {found[3]} experts: no preset has these "
+        f"sizes; name the configuration with --config (a JSON file, or one of {', '.join(PRESETS)})"
     )
 
 
@@ -72,5 +72,9 @@ def _read_config(path: Path) -> LightningLMConfig:
 def _build(fields: dict, origin: Path) -> LightningLMConfig:
     try:
         return LightningLMConfig.from_dict(fields)
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         raise CheckpointError(f"{origin}: {error}") from error
+    except TypeError as error:
+        raise CheckpointError(
+            f"{origin}: a field of LightningLMConfig has a value of the wrong type ({error})"
+        ) from error

@@ -167,6 +167,8 @@ class _Export:
         """What ours does not hold, for a checkpoint that was not imported."""
         if entry.key.endswith("inv_freq"):
             return rotary_frequencies(2 * entry.shape[0], self.config.rope_theta)
+        if entry.key.endswith("null_logit"):
+            return torch.zeros(entry.shape)
         return self.reader.read(self.table[entry.sibling("variance_ema")].names[0])  # _variance_ema_snapshot
 
 

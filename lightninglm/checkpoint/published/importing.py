@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightninglm.checkpoint import layout
 from lightninglm.checkpoint.errors import CheckpointError
+from lightninglm.checkpoint.expert_bases import base_hashes
 from lightninglm.checkpoint.published.conversion import raw_bytes, rotation_of_signs, split, to_ours
 from lightninglm.checkpoint.published.keys import Entry, Form, Variant, canonical_key, published_table
 from lightninglm.checkpoint.published.source import PublishedSource, StoredTensor
@@ -110,11 +111,17 @@ def import_published(
                 count += 1
             for item in ours_alone:
                 writer.add(item.name, initial_tensor(item.name, item.disk_shape, item.tensor.dtype, config, seed=0))
+            state = _trainer_state(source, record_bytes)
+
+            def note_bases(folder: Path, tensors: dict[str, dict]) -> dict[str, bytes]:
+                state["expert_bases"] = base_hashes({name: entry["sha256"] for name, entry in tensors.items()})
+                return {RECORD: record_bytes}
+
             writer.commit(
                 config.to_dict() | {"architectures": ["LightningLMForCausalLM"], "dtype": dtype},
-                _trainer_state(source, record_bytes),
+                state,
                 tokenizer_folder=tokenizer_folder,
-                extra_files={RECORD: record_bytes},
+                check=note_bases,
             )
     return ImportReport(
         keys=len(table),
@@ -214,7 +221,7 @@ class _Check:
 
     def _locate(self, entry: Entry, stored: list[StoredTensor]) -> _Located | None:
         """Where a key lies; None, with a problem noted, when shape or dtype are wrong."""
-        expected = "torch.int8" if entry.form is Form.CODES else "bfloat16, float16 or float32"
+        expected = "I8" if entry.form is Form.CODES else "BF16, F16 or F32"
         for part in stored:
             fits = part.dtype == torch.int8 if entry.form is Form.CODES else part.dtype in FLOATING
             if not fits:
@@ -267,7 +274,7 @@ class _Check:
         elif entry.key.endswith(ZERO_PADDED):
             for stored, count in zip(located.stored, located.counts, strict=True):
                 if stored.read()[count:].any():
-                    self.problems.append(f"{entry.key}: the experts behind the first {count} are not zero{_place(stored)}")
+                    self._refuse(f"{entry.key}: the experts behind the first {count} are not zero{_place(stored)}")
         self.record[entry.key] = {
             "dtype": layout.DTYPE_NAMES[located.dtype],
             "shape": list(entry.shape),
@@ -293,7 +300,7 @@ class _Check:
             self.record[key]["magnitude"] = magnitude
 
     def _check_shared(self) -> None:
-        """Keys that are one tensor in our model must agree: the frequencies of all layers, the levels of gate and up."""
+        """Keys that are one tensor of ours must agree: the frequencies of all layers, the levels of gate and up."""
         owners: dict[tuple[str, ...], str] = {}
         for key, located in self.located.items():
             names = located.entry.names

@@ -173,7 +173,7 @@ def published_table(config: LightningLMConfig, variant: Variant) -> tuple[dict[s
     if quantization is not None and quantization["kind"] != "codebook":
         raise CheckpointError(
             f"config.expert_quantization.kind = {quantization['kind']!r}: the published layout has codes of 'codebook' "
-            "only; merge the adapters into dense experts first"
+            "only; `launch/export.py merge` makes dense experts of any"
         )
     with torch.device("meta"):
         model = LightningLMForCausalLM(config)
@@ -234,13 +234,17 @@ def _entries_beside(config: LightningLMConfig, variant: Variant, names: set[str]
     for layer, kind in _layers(config):
         prefixes = _prefixes(layer, config)
         head_dim = config.head_dim if kind == INDEXED_ATTENTION else config.linear_head_dim
-        key, shape, name = prefixes["mixer"] + "rotary_emb.inv_freq", (head_dim // 2,), f"model.rotary.inv_freq_{head_dim}"
-        if name in names:
-            yield Entry(key, shape, Form.PLAIN, (name,), shape, in_fp32=True)
-        else:
-            yield Entry(key, shape, Form.KEPT)
+        frequencies = Entry(f"{prefixes['mixer']}rotary_emb.inv_freq", (head_dim // 2,), Form.KEPT)
+        if (name := f"model.rotary.inv_freq_{head_dim}") in names:
+            frequencies = replace(
+                frequencies, form=Form.PLAIN, names=(name,), disk_shape=frequencies.shape, in_fp32=True
+            )
+        yield frequencies
         if kind == INDEXED_ATTENTION:
             yield Entry(prefixes["mixer"] + "_variance_ema_snapshot", (), Form.KEPT)
+        ours = "mtp.layer" if layer is None else f"model.layers.{layer}"
+        if config.num_experts and f"{ours}.mlp.router.null_logit" not in names:  # published without null slots, too
+            yield Entry(f"{prefixes['mlp']}moe.gate.null_logit", (1,), Form.KEPT)
         if variant.base_rank is not None:
             experts = config.mtp_num_experts if layer is None else config.num_experts
             for module in _QUANTIZED:
@@ -254,9 +258,7 @@ def _entries_beside(config: LightningLMConfig, variant: Variant, names: set[str]
 
 def _joined(first: Entry, second: Entry) -> Entry:
     """The key that holds the tensors of both, one below the other."""
-    return replace(
-        first, names=first.names + second.names, shape=(first.shape[0] + second.shape[0], *first.shape[1:])
-    )
+    return replace(first, names=first.names + second.names, shape=(first.shape[0] + second.shape[0], *first.shape[1:]))
 
 
 def _layers(config: LightningLMConfig) -> list[tuple[str | None, str]]:
@@ -269,19 +271,13 @@ def _prefixes(layer: str | None, config: LightningLMConfig) -> dict[str, str]:
     """Part of a layer of ours -> what its published keys begin with."""
     if layer is not None:
         attention, feed_forward = f"layers.{layer}.attn_block.", f"layers.{layer}.mlp_block."
-        sublayers = f"{attention}sublayer.", f"{feed_forward}sublayer."
+        mixer, mlp = f"{attention}sublayer.", f"{feed_forward}sublayer."
     else:
-        stack = "mtp_block.reversible_stack.blocks."
-        attention, feed_forward = (
-            (f"{stack}0.block.", f"{stack}1.block.") if config.num_experts else ("mtp_block.attn_block.", "mtp_block.mlp_block.")
-        )
-        sublayers = "mtp_block.attn.", "mtp_block.mlp."
-    return {
-        "mixer_connection": attention,
-        "mixer": sublayers[0],
-        "mlp_connection": feed_forward,
-        "mlp": sublayers[1],
-    }
+        attention, feed_forward = "mtp_block.attn_block.", "mtp_block.mlp_block."
+        if config.num_experts:
+            attention, feed_forward = (f"mtp_block.reversible_stack.blocks.{i}.block." for i in (0, 1))
+        mixer, mlp = "mtp_block.attn.", "mtp_block.mlp."
+    return {"mixer_connection": attention, "mixer": mixer, "mlp_connection": feed_forward, "mlp": mlp}
 
 
 def _rules(part: str, layer: str | None, config: LightningLMConfig, variant: Variant) -> tuple:

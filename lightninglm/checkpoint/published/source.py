@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -21,7 +22,7 @@ from lightninglm.checkpoint.errors import CheckpointError
 SAFETENSORS = ".safetensors"
 TENSOR_FILES = (".pt", ".pth", ".bin", ".ckpt")
 WRAPPERS = ("state_dict", "module")
-MAPPED_BYTES = 2**30  # read from a tensor file before its pages are given back
+MAPPED_BYTES = 2**30  # read from a file before its pages are given back
 
 
 @dataclass(frozen=True)
@@ -43,67 +44,89 @@ class StoredTensor:
         return self.file.read(self.key)
 
 
-class SafetensorsFile:
-    """One safetensors file."""
+class _MappedFile:
+    """
+    A file of tensors, mapped into memory. It is opened anew now and then, so that the pages read can go.
+
+    Attributes:
+        tensors: what it holds, by key.
+        ignored: entries that are not tensors.
+    """
 
     def __init__(self, path: Path):
         self.path = path
+        self.tensors: dict[str, StoredTensor] = {}
+        self.ignored: list[str] = []
+        self._mapped: Any = None
+        self._read_bytes = 0
+
+    def read(self, key: str) -> torch.Tensor:
+        """A tensor, mapped from the file."""
+        if self._mapped is None or self._read_bytes > MAPPED_BYTES:
+            self._mapped, self._read_bytes = None, 0
+            self._mapped = self._open()
+        self._read_bytes += self.tensors[key].nbytes
+        return self._get(key)
+
+
+class SafetensorsFile(_MappedFile):
+    """One safetensors file."""
+
+    def __init__(self, path: Path):
+        super().__init__(path)
         head, _ = layout.decode_head(path)
         self.tensors = {
             key: StoredTensor(self, key, tuple(entry["shape"]), layout.DTYPES.get(entry["dtype"]), entry["dtype"])
             for key, entry in head.items()
         }
-        self.ignored: list[str] = []
 
-    def read(self, key: str) -> torch.Tensor:
-        with safe_open(self.path, framework="pt") as file:  # opened anew, so that the pages go with the tensor
-            return file.get_tensor(key)
+    def _open(self) -> safe_open:
+        return safe_open(self.path, framework="pt")
+
+    def _get(self, key: str) -> torch.Tensor:
+        return self._mapped.get_tensor(key)
 
 
-class TensorFile:
+class TensorFile(_MappedFile):
     """One file of `torch.save` that holds a state dict. Entries that are not tensors are ignored."""
 
     def __init__(self, path: Path):
-        self.path = path
-        self._state: Mapping | None = None
-        self._read_bytes = 0
-        state = self._load()
-        self.tensors = {key: self._stored(key, value) for key, value in state.items() if isinstance(value, torch.Tensor)}
-        self.ignored = [str(key) for key, value in state.items() if not isinstance(value, torch.Tensor)]
+        super().__init__(path)
+        self._mapped = self._open()
+        for key, value in self._mapped.items():
+            if isinstance(value, torch.Tensor):
+                self.tensors[key] = self._stored(key, value)
+            else:
+                self.ignored.append(key)
 
-    def read(self, key: str) -> torch.Tensor:
-        if self._read_bytes > MAPPED_BYTES:
-            self._state, self._read_bytes = None, 0
-        self._read_bytes += self.tensors[key].nbytes
-        return self._load()[key].detach()
+    def _get(self, key: str) -> torch.Tensor:
+        return self._mapped[key].detach()
 
     def _stored(self, key: str, tensor: torch.Tensor) -> StoredTensor:
         readable = tensor.layout == torch.strided and tensor.dtype in layout.DTYPE_NAMES
-        found = str(tensor.dtype if tensor.layout == torch.strided else tensor.layout)
+        found = layout.DTYPE_NAMES[tensor.dtype] if readable else f"{tensor.dtype} {tensor.layout}"
         return StoredTensor(self, key, tuple(tensor.shape), tensor.dtype if readable else None, found)
 
-    def _load(self) -> Mapping:
-        if self._state is None:
-            try:
-                state = torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)
-            except pickle.UnpicklingError as error:
-                kind = re.search(r"GLOBAL (\S+)", str(error))
-                raise CheckpointError(
-                    f"{self.path}: holds more than tensors{f' ({kind[1]})' if kind else ''} and is not unpickled, which "
-                    "could run code. Save the state dict by itself, as safetensors or with torch.save"
-                ) from error
-            except (RuntimeError, EOFError) as error:
-                raise CheckpointError(
-                    f"{self.path}: damaged, or not in the zip format of torch.save, which can be mapped "
-                    f"({str(error).splitlines()[0]})"
-                ) from error
-            for wrapper in WRAPPERS:
-                if isinstance(state, Mapping) and isinstance(state.get(wrapper), Mapping):
-                    state = state[wrapper]
-            if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
-                raise CheckpointError(f"{self.path}: holds {type(state).__name__}, not a state dict")
-            self._state = state
-        return self._state
+    def _open(self) -> Mapping[str, Any]:
+        try:
+            state = torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)
+        except pickle.UnpicklingError as error:
+            kind = re.search(r"GLOBAL (\S+)", str(error))
+            raise CheckpointError(
+                f"{self.path}: holds more than tensors{f' ({kind[1]})' if kind else ''} and is not unpickled, which "
+                "could run code. Save the state dict by itself, as safetensors or with torch.save"
+            ) from error
+        except (RuntimeError, EOFError) as error:
+            raise CheckpointError(
+                f"{self.path}: damaged, or not in the zip format of torch.save, which can be mapped "
+                f"({str(error).splitlines()[0]})"
+            ) from error
+        for wrapper in WRAPPERS:
+            if isinstance(state, Mapping) and isinstance(state.get(wrapper), Mapping):
+                state = state[wrapper]
+        if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
+            raise CheckpointError(f"{self.path}: holds {type(state).__name__}, not a state dict")
+        return state
 
 
 class PublishedSource:
@@ -148,10 +171,11 @@ class PublishedSource:
 
 
 def _open_file(path: Path) -> SafetensorsFile | TensorFile:
-    if path.suffix == SAFETENSORS:
-        return SafetensorsFile(path)
-    if path.suffix in TENSOR_FILES:
-        return TensorFile(path)
+    if path.suffix in (SAFETENSORS, *TENSOR_FILES):
+        try:
+            return SafetensorsFile(path) if path.suffix == SAFETENSORS else TensorFile(path)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     raise CheckpointError(f"{path}: must end with one of {', '.join((SAFETENSORS, *TENSOR_FILES))}")
 
 
@@ -170,7 +194,7 @@ def _open_folder(folder: Path) -> tuple[list[SafetensorsFile | TensorFile], int]
     return [_open_file(path) for path in paths], len(paths)
 
 
-def _open_shards(folder: Path, index: Path) -> list[SafetensorsFile]:
+def _open_shards(folder: Path, index: Path) -> list[SafetensorsFile | TensorFile]:
     try:
         places = json.loads(index.read_bytes())["weight_map"]
         names = sorted(set(places.values()))
@@ -179,7 +203,7 @@ def _open_shards(folder: Path, index: Path) -> list[SafetensorsFile]:
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise CheckpointError(f"{index}: names files that are not there: {', '.join(missing)}")
-    files = [SafetensorsFile(folder / name) for name in names]
+    files = [_open_file(folder / name) for name in names]
     held = {(key, file.path.name) for file in files for key in file.tensors}
     differing = sorted(key for key, _ in held ^ set(places.items()))
     if differing:
@@ -197,7 +221,7 @@ def _in_order_of_ranks(folder: Path, paths: list[Path]) -> list[Path]:
             if sorted(ranked) == list(range(len(paths))):
                 return [ranked[rank] for rank in range(len(paths))]
     raise CheckpointError(
-        f"{folder}: {len(paths)} tensor files without an index ({', '.join(path.name for path in paths)}). The files of "
-        "expert-parallel ranks must differ in the rank alone, counted from 0 without a gap; shards need their "
+        f"{folder}: {len(paths)} tensor files without an index ({', '.join(path.name for path in paths)}). The files "
+        "of expert-parallel ranks must differ in the rank alone, counted from 0 without a gap; shards need their "
         "model.safetensors.index.json; for a single checkpoint give the path of its file"
     )
