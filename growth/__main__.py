@@ -193,12 +193,15 @@ def measurement_rows(measured: dict[str, Any], tolerance: dict[str, Any]) -> lis
     """What was measured, for a table."""
     logits, allowed = measured["logits"], tolerance["relative_logit_difference"]
     declared = f"allowed {allowed:.0e}" if allowed is not None else "nothing promised"
-    rows = [("relative logit difference", f"{logits['relative']:.2e} ({declared})")]
+    rows = []
+    if logits["relative"] is not None:
+        rows.append(("relative logit difference", f"{logits['relative']:.2e} ({declared})"))
+        rows.append(("largest logit difference", f"{logits['max_absolute']:.2e}"))
     if logits["second_token_relative"] is not None:
-        rows.append(("the same, second token", f"{logits['second_token_relative']:.2e}"))
-    rows.append(("largest logit difference", f"{logits['max_absolute']:.2e}"))
+        rows.append(("relative, second token", f"{logits['second_token_relative']:.2e}"))
     for domain, loss in measured["heldout"].items():
-        rows.append((f"held-out loss, {domain}", f"{loss['before']:.6f} -> {loss['after']:.6f}"))
+        change = f"{loss['before']:.6f} -> {loss['after']:.6f} {measured['unit']}"
+        rows.append((f"held-out loss, {domain}", change))
     return rows
 
 

@@ -1,7 +1,6 @@
 """Several growth steps in a row, as a recipe lists them: each one's target is the next one's source."""
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,8 @@ from typing import Any
 from growth.core import grow
 from growth.job import parse_options
 from growth.receipt import RECEIPT_FILE, tensors_sha256
-from lightninglm.checkpoint import CheckpointError, CheckpointReader
+from lightninglm.checkpoint import CheckpointError, CheckpointReader, remove_checkpoint
+from lightninglm.checkpoint.layout import TEMPORARY_PREFIX
 
 
 def grow_chain(
@@ -26,14 +26,17 @@ def grow_chain(
     """
     Applies `steps` (each `{operator: options}`) to the checkpoint `source`; the result is committed as `target`.
 
-    Checkpoints in between lie beside the target as `grow-<n>-<operator>` until the target is complete. A chain that was
-    interrupted goes on from the last of them that this same chain would make; others are removed.
+    Without steps the target is an exact copy that begins the new stage (`carry_over`). Checkpoints in between lie
+    beside the target as `.tmp-grow-<n>-<operator>` until the target is complete. A chain that was interrupted goes on
+    from the last of them that this same chain would make; others are removed. What a chain leaves that was killed after
+    its target was complete, the next run of the stage removes (`remove_leftovers`).
 
     Returns:
         The receipts, in order.
     Raises:
         GrowthError, CheckpointError: as `grow` does; the source is never touched.
     """
+    steps = steps or [{"carry_over": {}}]
     for step in steps:
         for operator, options in step.items():
             parse_options(operator, options)
@@ -41,7 +44,7 @@ def grow_chain(
     for number, step in enumerate(steps, start=1):
         ((operator, options),) = step.items()
         last = number == len(steps)
-        folder = target if last else target.parent / f"grow-{number}-{operator}"
+        folder = target if last else target.parent / f"{TEMPORARY_PREFIX}grow-{number}-{operator}"
         receipt = None
         if not last:
             folders.append(folder)
@@ -61,7 +64,7 @@ def grow_chain(
         receipts.append(receipt)
         source = folder
     for folder in folders:
-        shutil.rmtree(folder)
+        remove_checkpoint(folder)
     return receipts
 
 
@@ -82,7 +85,7 @@ def _finished(
                 "moments": moments,
             }
     except CheckpointError:
-        shutil.rmtree(folder)
+        remove_checkpoint(folder)
         return None
     made = {
         "operator": receipt["operator"],
@@ -93,5 +96,5 @@ def _finished(
     }
     if made == asked:
         return receipt
-    shutil.rmtree(folder)
+    remove_checkpoint(folder)
     return None

@@ -74,7 +74,7 @@ def grow(
                 state["expert_bases"] = base_hashes({name: entry["sha256"] for name, entry in tensors.items()})
                 return {RECEIPT_FILE: (json.dumps(receipt, indent=2) + "\n").encode()}
 
-            writer.commit(job.plan.config.to_dict(), state, tokenizer_folder=source, check=check)
+            writer.commit(job.plan.config.to_dict(), state, tokenizer_folder=job.plan.tokenizer or source, check=check)
     return receipt
 
 

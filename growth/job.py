@@ -12,13 +12,27 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from growth import deepen, dense_to_moe, flatten_router, merge_experts, multiply_experts, quantize_experts
+from growth import (
+    carry_over,
+    deepen,
+    dense_to_moe,
+    flatten_router,
+    merge_experts,
+    multiply_experts,
+    quantize_experts,
+    resize_vocabulary,
+    switch_stack,
+)
 from growth.errors import GrowthError
 from growth.moments import EXP_AVG, EXP_AVG_SQ, MASTER, RULES
 from growth.operator import OperatorOptions, Origin, Plan, Source, listed, unused
 from growth.source_checks import check_optimizer_state, read_source
 from growth.tensor_table import TensorSpec, tensor_table
 from lightninglm.checkpoint import CheckpointReader, TensorInfo
+from lightninglm.checkpoint.writer import all_finite
+
+KEPT_TENSORS, KEPT_BYTES = 4, 32 * 2**20
+"""Of the source the last tensors read stay in memory, unless large: those of a parent serve all of its clones."""
 
 OPERATORS = {
     "dense_to_moe": (dense_to_moe.DenseToMoEOptions, dense_to_moe.plan),
@@ -27,6 +41,9 @@ OPERATORS = {
     "quantize_experts": (quantize_experts.QuantizeExpertsOptions, quantize_experts.plan),
     "merge_experts": (merge_experts.MergeExpertsOptions, merge_experts.plan),
     "flatten_router": (flatten_router.FlattenRouterOptions, flatten_router.plan),
+    "switch_stack": (switch_stack.SwitchStackOptions, switch_stack.plan),
+    "resize_vocabulary": (resize_vocabulary.ResizeVocabularyOptions, resize_vocabulary.plan),
+    "carry_over": (carry_over.CarryOverOptions, carry_over.plan),
 }
 
 
@@ -58,6 +75,7 @@ class GrowthJob:
 
     def __post_init__(self):
         self._verified: set[str] = set()
+        self._recent: dict[str, Tensor] = {}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """
@@ -108,14 +126,15 @@ class GrowthJob:
             made = f"made from {listed(origin.sources)} it has shape {tuple(value.shape)}"
             raise GrowthError(f"{name}: {made}, the target's model needs {spec.shape}")
         yield name, value.to(dtype)
-        if not spec.trainable:
-            return
-        if dtype != torch.float32:
+        if spec.trainable and dtype != torch.float32:
             if read == self._read:
                 value = origin.value(*map(self._read_master, origin.sources))
             yield f"{name}.{MASTER}", value.float()
-        moment = origin.moment() if self.moments else None
+        del value
+        if not spec.trainable:
+            return
         for part, divisor in ((EXP_AVG, origin.clones), (EXP_AVG_SQ, origin.clones**2)):
+            moment = origin.moment(part) if self.moments else None
             if moment is None:
                 yield f"{name}.{part}", torch.zeros(spec.shape)
             else:
@@ -123,7 +142,7 @@ class GrowthJob:
                 yield f"{name}.{part}", state if divisor == 1 else state / divisor
 
     def _dtype(self, spec: TensorSpec, origin: Origin) -> torch.dtype:
-        """A target tensor is stored in the dtype of the source tensor it comes from, unless model or plan fix another."""
+        """The dtype on disk: that of the source tensor it comes from, unless plan or model fix another."""
         if origin.dtype is not None:
             return origin.dtype
         like = origin.like or (origin.sources[0] if origin.sources else None)
@@ -137,8 +156,14 @@ class GrowthJob:
         return self._read(master if self.moments and master in self.reader.optimizer else name)
 
     def _read(self, name: str) -> Tensor:
-        """A source tensor, its hash compared with the manifest the first time."""
+        """A source tensor, its hash compared with the manifest the first time. It must not be changed."""
+        if name in self._recent:
+            return self._recent[name]
         tensor = self.reader.read(name)
+        if tensor.nbytes <= KEPT_BYTES:
+            while len(self._recent) >= KEPT_TENSORS:
+                del self._recent[next(iter(self._recent))]
+            self._recent[name] = tensor
         if name not in self._verified:
             found = tensor_sha256(tensor)
             if found != self.reader.sha256(name):
@@ -146,7 +171,7 @@ class GrowthJob:
                     f"{self.reader.folder}: {name} was damaged after it was saved: its SHA-256 is {found[:16]}..., the "
                     f"manifest says {self.reader.sha256(name)[:16]}..."
                 )
-            if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            if not all_finite(tensor):
                 raise GrowthError(f"{self.reader.folder}: {name} holds NaN or infinite values, nothing was grown")
             self._verified.add(name)
         return tensor

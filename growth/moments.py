@@ -39,6 +39,9 @@ RULES = {
     "noisy_clone": MomentRule("copied, plus the noise", "/ M", "/ M^2", carries=True),
     "slice": MomentRule("slice", "slice", "slice", carries=True),
     "scaled_slice": MomentRule("slice times a constant", "slice", "slice", carries=True),
+    "rows": MomentRule(
+        "rows copied, new rows their value", "rows copied, new rows 0", "rows copied, new rows the mean", carries=True
+    ),
     "zero": MomentRule("0", "0", "0", new=True),
     "initial": MomentRule("its initial value", "0", "0", new=True),
     "derived": MomentRule("its value", "0", "0"),

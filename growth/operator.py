@@ -1,6 +1,6 @@
 """What an operator is: a pure plan that names, for every tensor of the target, where it comes from.
 
-An operator never reads or writes a file. It is given the source's configuration and tensor table and returns a
+An operator reads no tensor and writes no file. It is given the source's configuration and tensor table and returns a
 `Plan`: the target's configuration and one `Origin` per target tensor. `job.py` carries any plan out, tensor by tensor.
 
 Shape letters as in docs/model.md: E experts, F expert width, S dense width, P groups, M members, H hidden.
@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from growth.errors import GrowthError
-from growth.moments import RULES
+from growth.moments import EXP_AVG, EXP_AVG_SQ, RULES
 from growth.tensor_table import TensorSpec, tensor_table
 from lightninglm.modeling.configuration_lightninglm import LightningLMConfig
 from lightninglm.modeling.initialization import initial_tensor
@@ -38,11 +39,12 @@ class OperatorOptions(BaseModel):
 
 @dataclass(frozen=True)
 class Source:
-    """The checkpoint an operator starts from: configuration, its full tensor table, trainer state."""
+    """The checkpoint an operator starts from: configuration, tensor table, trainer state, bytes of all tokens."""
 
     config: LightningLMConfig
     table: Mapping[str, TensorSpec]
     trainer_state: Mapping[str, Any]
+    tokens: Sequence[bytes]
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -59,6 +61,7 @@ class Origin:
         the target's weight is then the rounded result (kinds that copy read weight and master each for itself).
     value: the formula; it may not depend on anything but its arguments and the plan's seed.
     carry: the formula for the moments, of the same sources' moments; by default `value`.
+    carry_square: the formula for exp_avg_sq where it is another than `carry`.
     clones: M, the number of clones that share the gradient of one source (kinds `clone` and `noisy_clone`).
     like: source tensor whose dtype on disk the target's takes; by default the first of `sources`, float32 without any.
     dtype: what the target is stored in, whatever the source's is.
@@ -68,13 +71,16 @@ class Origin:
     sources: tuple[str, ...] = ()
     value: Callable[..., Tensor] = _same
     carry: Callable[..., Tensor] | None = None
+    carry_square: Callable[..., Tensor] | None = None
     clones: int = 1
     like: str | None = None
     dtype: torch.dtype | None = None
 
-    def moment(self) -> Callable[..., Tensor] | None:
-        """The formula of the moments, or None where the written rule says zero."""
-        return (self.carry or self.value) if RULES[self.kind].carries else None
+    def moment(self, part: str = EXP_AVG) -> Callable[..., Tensor] | None:
+        """The formula of one of the moments, or None where the written rule says zero."""
+        if not RULES[self.kind].carries:
+            return None
+        return (self.carry_square if part == EXP_AVG_SQ else None) or self.carry or self.value
 
 
 @dataclass
@@ -86,6 +92,8 @@ class Plan:
     tolerance: declared bound on the relative logit difference; None promises nothing and only reports.
     loss_tolerance: declared bound on the change of held-out loss in any domain (nats per token).
     step_size_ramp: {"from", "to", "steps"} of layers whose step size rises in the next stage.
+    tokenizer: folder of the target's tokenizer; by default the source's goes along.
+    details: what else the receipt should say.
     measurements: filled while the plan is carried out: signal-to-noise ratio in dB per quantized matrix (None: no
         error).
     """
@@ -96,6 +104,8 @@ class Plan:
     tolerance: float | None = None
     loss_tolerance: float | None = None
     step_size_ramp: dict[str, Any] | None = None
+    tokenizer: Path | None = None
+    details: dict[str, Any] = field(default_factory=dict)
     measurements: dict[str, float | None] = field(default_factory=dict)
 
 

@@ -25,6 +25,7 @@ from growth import __version__
 from growth.errors import GrowthError
 from growth.job import GrowthJob
 from growth.moments import RULES, describe
+from growth.text_loss import compare_text_losses
 from lightninglm.modeling.configuration_lightninglm import LightningLMConfig
 from lightninglm.modeling.modeling_lightninglm import LightningLMForCausalLM
 from lightninglm.modeling.parameter_count import count_parameters
@@ -43,12 +44,24 @@ def measure(source: Path, target: Path, batches: Path, *, progress: bool = False
         batches: safetensors file {domain: int32 [n, S]}.
     Returns:
         {"batches": {"file", "sha256", "tokens"}, "logits": {"max_absolute", "relative", "second_token_relative"},
-        "heldout": {domain: {"before", "after"}}}; losses in nats per token, second_token_relative None without that
-        head.
+        "heldout": {domain: {"before", "after"}}, "unit"}; second_token_relative None without that head. Losses in nats
+        per token; between models of different tokenizers in nats per byte of the same text, and no logits compared.
     Raises GrowthError when the file does not hold token ids of the models' vocabulary.
     """
     domains = read_batches(batches)
     before, after = (load_model(folder) for folder in (source, target))
+    about = {
+        "file": batches.name,
+        "sha256": hashlib.sha256(batches.read_bytes()).hexdigest(),
+        "tokens": sum(ids.numel() for ids in domains.values()),
+    }
+    if before.config.tokenizer_sha256 != after.config.tokenizer_sha256:
+        return {
+            "batches": about,
+            "logits": {"max_absolute": None, "relative": None, "second_token_relative": None},
+            "heldout": compare_text_losses({source: before, target: after}, domains, batches),
+            "unit": "nats per byte",
+        }
     for domain, ids in domains.items():
         if int(ids.max()) >= before.config.vocab_size:
             raise GrowthError(
@@ -72,17 +85,14 @@ def measure(source: Path, target: Path, batches: Path, *, progress: bool = False
     for domain, (old_sum, new_sum, count) in sums.items():
         heldout[domain] = {"before": old_sum / count, "after": new_sum / count}
     return {
-        "batches": {
-            "file": batches.name,
-            "sha256": hashlib.sha256(batches.read_bytes()).hexdigest(),
-            "tokens": sum(ids.numel() for ids in domains.values()),
-        },
+        "batches": about,
         "logits": {
             "max_absolute": logits.largest,
             "relative": logits.relative(),
             "second_token_relative": second.relative() if second.count else None,
         },
         "heldout": heldout,
+        "unit": "nats per token",
     }
 
 
@@ -184,6 +194,7 @@ def build_receipt(
             "parameters_carried": sum(job.table[name].numel for name in trained if job.carries(name)),
             "adam_step": reader.trainer_state["adam_step"] if job.moments else 0.0,
         },
+        "details": plan.details or None,
         "measured": measured,
         "signal_to_noise_db": plan.measurements or None,
         "tolerance": {
@@ -207,9 +218,7 @@ def passes(receipt: Mapping[str, Any]) -> bool | None:
     if measured is None:
         return None
     logits, allowed = measured["logits"], tolerance["relative_logit_difference"]
-    differences = [logits["relative"]]
-    if logits["second_token_relative"] is not None:
-        differences.append(logits["second_token_relative"])
+    differences = [logits[key] for key in ("relative", "second_token_relative") if logits[key] is not None]
     jumps = [abs(loss["after"] - loss["before"]) for loss in measured["heldout"].values()]
     return all(allowed is None or value <= allowed for value in differences) and all(
         tolerance["heldout_loss"] is None or jump <= tolerance["heldout_loss"] for jump in jumps
@@ -220,10 +229,11 @@ def failure(receipt: Mapping[str, Any]) -> str:
     """What a receipt that did not pass says, in one sentence."""
     measured, tolerance = receipt["measured"], receipt["tolerance"]
     jumps = ", ".join(f"{d} {v['before']:.6f} -> {v['after']:.6f}" for d, v in measured["heldout"].items())
+    relative, allowed = measured["logits"]["relative"], tolerance["relative_logit_difference"]
     return (
         f"{receipt['operator']} ({receipt['strategy']}) missed its tolerance and was not committed: relative logit "
-        f"difference {measured['logits']['relative']:.3e} (allowed {tolerance['relative_logit_difference']}), held-out "
-        f"loss {jumps} (allowed change {tolerance['heldout_loss']})"
+        f"difference {'not compared' if relative is None else f'{relative:.3e}'} (allowed {allowed}), held-out loss "
+        f"{jumps} (allowed change {tolerance['heldout_loss']})"
     )
 
 

@@ -38,23 +38,25 @@ def read_source(reader: CheckpointReader) -> Source:
     steps = reader.read("model.step_size").tolist()
     if steps != torch.tensor(config.step_sizes, dtype=torch.float32).tolist():
         raise GrowthError(f"{reader.folder}: model.step_size is {steps}, config.step_sizes is {config.step_sizes}")
-    check_tokenizer(reader.folder, config)
+    tokens = check_tokenizer(reader.folder, config)
     found = base_hashes({name: info.sha256 for name, info in reader.weights.items()})
     check_bases(reader.folder, reader.trainer_state.get("expert_bases"), found)
-    return Source(config, tensor_table(config), reader.trainer_state)
+    return Source(config, tensor_table(config), reader.trainer_state, tokens)
 
 
-def check_tokenizer(folder: Path, config: LightningLMConfig) -> None:
-    """Raises GrowthError unless the folder's tokenizer has the bytes that the model was trained with."""
+def check_tokenizer(folder: Path, config: LightningLMConfig) -> list[bytes]:
+    """The bytes of all tokens. Raises GrowthError unless they are those that the model was trained with."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise GrowthError(f"{file}: missing; the byte embedding is built from it")
-    found = tokens_sha256(token_bytes(file))
+    tokens = token_bytes(file)
+    found = tokens_sha256(tokens)
     if config.tokenizer_sha256 not in (None, found):
         raise GrowthError(
             f"{file}: another tokenizer than the model was trained with (its tokens have SHA-256 "
             f"{found[:16]}..., config.tokenizer_sha256 is {config.tokenizer_sha256[:16]}...)"
         )
+    return tokens
 
 
 def check_optimizer_state(reader: CheckpointReader, source: Source) -> None:

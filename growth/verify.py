@@ -113,7 +113,10 @@ def _replay(
     recorded, found = receipt["source"]["tensors_sha256"], tensors_sha256(before.manifest["tensors"])
     if recorded != found:
         return [_finding("(source)", f"tensors with SHA-256 {found}", f"{recorded}, from which the target was grown")]
-    options = parse_options(receipt["operator"], receipt["options"])
+    options = dict(receipt["options"])
+    if "tokenizer" in options:  # the target has it, wherever it came from
+        options["tokenizer"] = str(after.folder)
+    options = parse_options(receipt["operator"], options)
     job = plan_growth(before, receipt["operator"], options, seed=receipt["seed"], moments=receipt["moments"]["carried"])
     stored = {**after.weights, **after.optimizer}
     findings, made = [], set()
@@ -132,11 +135,21 @@ def _replay(
     recorded, bases = after.trainer_state.get("expert_bases"), _bases(after)
     if recorded != bases:
         findings.append(_finding("trainer_state.expert_bases", json.dumps(recorded), json.dumps(bases)))
-    return findings + _state_findings(job, after.trainer_state, receipt)
+    return findings + _config_findings(job, after.config) + _state_findings(job, after.trainer_state, receipt)
 
 
 def _bases(reader: CheckpointReader) -> dict[str, str]:
     return base_hashes({name: info.sha256 for name, info in reader.weights.items()})
+
+
+def _config_findings(job: GrowthJob, config: Mapping[str, Any]) -> list[dict[str, str]]:
+    expected = json.loads(json.dumps(job.plan.config.to_dict()))
+    del expected["transformers_version"]
+    return [
+        _finding(f"config.{key}", json.dumps(config.get(key)), json.dumps(value))
+        for key, value in expected.items()
+        if config.get(key) != value
+    ]
 
 
 def _state_findings(job: GrowthJob, state: Mapping[str, Any], receipt: Mapping[str, Any]) -> list[dict[str, str]]:

@@ -1,7 +1,7 @@
 """
 Train one stage of a recipe. Start it with the DeepSpeed launcher:
 
-    deepspeed --num_gpus 8 launch/stage.py --recipe recipes/paper/2-moe-5b.yaml --run runs/paper
+    deepspeed --num_gpus 8 launch/stage.py --recipe recipes/paper/3-moe-5b.yaml --run runs/paper
 
 The stage goes on from its newest checkpoint in <run>/<stage>; a stage with a `grow:` section first grows the last
 checkpoint of its parent stage. Ctrl-C or SIGTERM saves at the next step and leaves; the same command goes on.

@@ -27,14 +27,16 @@ from lightninglm.data.loader import read_record
 from lightninglm.data.tokenizer import TokenizerFolder
 from lightninglm.yaml_file import RecipeError, YamlFile, unknown
 
-OPERATORS = ("dense_to_moe", "deepen", "multiply_experts", "quantize_experts", "merge_experts", "flatten_router")
+OPERATORS = (
+    "dense_to_moe", "deepen", "multiply_experts", "quantize_experts", "merge_experts", "flatten_router", "switch_stack",
+    "resize_vocabulary", "carry_over",
+)  # fmt: skip
 
 GROWN_OVERRIDES = (
     "rope_enabled", "rope_theta", "max_position_embeddings", "document_boundaries",
     "balance", "balance_speed", "balance_band", "balance_gain", "router_z_loss_weight",
     "sparse_key_budget", "sparse_min_keys", "sparse_max_keys", "sparse_sink_keys",
     "indexer_kl_weight", "indexer_kl_stride", "mtp_loss_weight", "mtp_num_experts_per_tok", "logit_softcap",
-    "stack", "mtp_stack",
     "stack_backend", "delta_rule_backend", "attention_backend", "experts_backend", "loss_backend",
 )  # fmt: skip
 """Fields of the model that a stage may change on a grown checkpoint: none of them gives a tensor another shape."""
@@ -115,7 +117,9 @@ class DataSection(_Section):
 
 class TrainSection(_Section):
     """tokens: of the whole stage. global_batch: sequences per optimizer step. micro_batch: per rank and forward pass.
-    expert_parallel: ranks that share one set of experts. seed: of the initialisation."""
+    expert_parallel: ranks that share one set of experts. seed: of the initialisation. merge_adapters_every: steps after
+    which adapters are merged into their quantized base and start anew, never unless given; merge_adapters_warmup: steps
+    over which their learning rate then rises again."""
 
     tokens: Count
     global_batch: Count
@@ -123,6 +127,8 @@ class TrainSection(_Section):
     expert_parallel: Count = 1
     dtype: Literal["fp32", "bf16"] = "bf16"
     seed: Whole = 0
+    merge_adapters_every: Count | None = None
+    merge_adapters_warmup: Annotated[Whole, Field(ge=0)] = 10
 
 
 class LearningRateGroups(_Section):

@@ -220,6 +220,7 @@ def test_fields_that_a_grown_stage_may_change_exist():
     assert all(hasattr(config, name) for name in GROWN_OVERRIDES)
     recipe = load_recipe(MOE, ["model={rope_enabled: false, balance_speed: 1.0e-4}"])
     assert recipe.config_overrides == {"rope_enabled": False, "balance_speed": 1e-4}
+    assert load_recipe(MOE).grow.moments and not load_recipe(MOE, ["grow.moments=false"]).grow.moments
 
 
 @pytest.mark.parametrize(

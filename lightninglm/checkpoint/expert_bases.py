@@ -52,6 +52,6 @@ def check_bases(where: object, recorded: Mapping[str, str] | None, found: Mappin
     layer = wrong[0]
     raise ExpertBaseError(
         f"{where}: the adapters of {layer} were trained on another quantized base ({len(wrong)} such layer(s)): its "
-        f"SHA-256 is {found.get(layer, 'none')[:16]}, that of the adapters' base is {recorded.get(layer, 'none')[:16]}. "
+        f"SHA-256 is {found.get(layer, 'none')[:16]}, that of the adapters' base {recorded.get(layer, 'none')[:16]}. "
         "Restore the base from the checkpoint that the adapters come from, or merge there and quantize again"
     )

@@ -95,26 +95,30 @@ class OptimizerState:
         state = flat if key == MASTER else self.adam.state[flat].get(key) if flat in self.adam.state else None
         return start, None if state is None else state.detach().view(-1)[offset : offset + length]
 
-    def gather(self, param: nn.Parameter, key: str, destination: int) -> torch.Tensor | None:
+    def gather(self, param: nn.Parameter, key: str, destination: int | None = None) -> torch.Tensor | None:
         """
-        A parameter's whole state of one kind, on one rank. Zeros before Adam's first step.
+        A parameter's whole state of one kind, on one rank or on all. Zeros before Adam's first step.
 
         Collective over the parameter's data-parallel group. Each rank allocates the parameter once, in fp32.
 
         Args:
-            destination: global rank, member of that group, which gets the tensor. The others get None.
+            destination: global rank, member of that group, which gets the tensor; the others get None. By default
+                all of the group get it.
         """
         start, fragment = self.fragment(param, key)
         group = self._group(param)
         shape = getattr(param, "ds_shape", param.shape)
         if group is None:
-            if dist.get_rank() != destination:
+            if destination not in (None, dist.get_rank()):
                 return None
             return torch.zeros(shape, device=param.device) if fragment is None else fragment.view(shape)
         whole = torch.zeros(shape.numel(), dtype=torch.float32, device=param.device)
         if fragment is not None:
             whole[start : start + fragment.numel()] = fragment
         # summed as integers, in which the other ranks' zero bits leave every value as it is, -0.0 too
+        if destination is None:
+            dist.all_reduce(whole.view(torch.int32), group=group)
+            return whole.view(shape)
         dist.reduce(whole.view(torch.int32), destination, group=group)
         return whole.view(shape) if dist.get_rank() == destination else None
 

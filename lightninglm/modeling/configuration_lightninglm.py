@@ -59,7 +59,7 @@ class LightningLMConfig(PreTrainedConfig):
     """
 
     model_type = "lightninglm"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["cache", "next_token_loss", "second_token_loss", "aux_loss", "memory"]
 
     mode: str = "default"
     vocab_size: int = 131072
@@ -208,10 +208,16 @@ class LightningLMConfig(PreTrainedConfig):
             "vocab_size", "hidden_size", "num_hidden_layers", "num_streams", "linear_num_heads", "linear_head_dim",
             "num_attention_heads", "head_dim", "intermediate_size", "moe_intermediate_size", "indexer_num_heads",
             "indexer_head_dim", "sinkhorn_iterations", "max_token_bytes", "sparse_key_budget", "sparse_min_keys",
-            "indexer_kl_stride", "linear_conv_kernel_dim",
+            "indexer_kl_stride", "linear_conv_kernel_dim", "max_position_embeddings",
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"config.{name} = {getattr(self, name)}: must be at least 1")
+        for name in (
+            "num_experts", "num_null_experts", "sparse_sink_keys", "indexer_kl_weight", "router_z_loss_weight",
+            "balance_speed", "mtp_loss_weight", "logit_softcap",
+        ):  # fmt: skip
+            if getattr(self, name) < 0:
+                raise ValueError(f"config.{name} = {getattr(self, name)}: must not be negative")
         _one_of("stack", self.stack, ("midpoint", "sequential"))
         _one_of("stack_backend", self.stack_backend, ("reversible", "stored", "checkpointed"))
         _one_of("stack_output", self.stack_output, ("last", "mean_pair"))
@@ -226,15 +232,16 @@ class LightningLMConfig(PreTrainedConfig):
         _one_of("mtp_stack", self.mtp_stack, ("sequential", "midpoint"))
         _one_of("delta_rule_backend", self.delta_rule_backend, ("auto", "torch", "naive", "fla"))
         _one_of("attention_backend", self.attention_backend, ("auto", "torch", "naive"))
-        _one_of("experts_backend", self.experts_backend, ("auto", "torch", "naive", "grouped_mm", "triton"))
+        _one_of("experts_backend", self.experts_backend, ("auto", "torch", "naive", "grouped_mm"))
         _one_of("loss_backend", self.loss_backend, ("auto", "torch", "naive", "liger"))
         if self.tie_word_embeddings:
             raise ValueError("config.tie_word_embeddings = True: the byte embedding has no table to tie to the head")
-        if self.hidden_dropout != 0:
-            raise ValueError(
-                f"config.hidden_dropout = {self.hidden_dropout}: must be 0, a dropped unit could not be rebuilt in the "
-                "backward pass of the reversible stack"
-            )
+        for name, value in vars(self).items():  # also one that another model's config has
+            if name.endswith(("dropout", "_pdrop")) and value:
+                raise ValueError(
+                    f"config.{name} = {value}: must be 0, a dropped unit could not be rebuilt in the backward pass of "
+                    "the reversible stack"
+                )
         if len(self.layer_types) != self.num_hidden_layers:
             raise ValueError(
                 f"config.layer_types has {len(self.layer_types)} entries, num_hidden_layers is {self.num_hidden_layers}"
@@ -273,6 +280,11 @@ class LightningLMConfig(PreTrainedConfig):
                 raise ValueError(f"config.step_sizes[{n}] = {h}: must be finite and not negative")
             if a not in (0.5, 1.0):
                 raise ValueError(f"config.blends[{n}] = {a}: must be 1 or 0.5, only these invert exactly")
+            if self.stack == "midpoint" and n and h == 0 and a != 1:
+                raise ValueError(
+                    f"config.step_sizes[{n}] = 0 with blends[{n}] = {a}: a zero-step layer needs blend 1, with which a "
+                    "pair of them is the identity"
+                )
         if self.stack == "midpoint":
             n = 1
             while n < self.num_hidden_layers:
@@ -304,6 +316,15 @@ class LightningLMConfig(PreTrainedConfig):
         if not 0 < self.balance_band[0] < 1 < self.balance_band[1]:
             raise ValueError(
                 f"config.balance_band = {self.balance_band}: needs 0 < lo < 1 < hi (multiples of the uniform load 1/E)"
+            )
+        if self.router_layout == "grouped" and self.router_scoring != "sigmoid":
+            raise ValueError(
+                f"config.router_scoring = {self.router_scoring!r}: router_layout = 'grouped' needs 'sigmoid'"
+            )
+        if self.balance != "none" and (self.router_scoring == "softmax") != (self.balance == "aux"):
+            raise ValueError(
+                f"config.balance = {self.balance!r} with router_scoring = {self.router_scoring!r}: "
+                "'softmax' goes with 'aux' or 'none' (its bias is trained), 'sigmoid' with 'sign', 'banded' or 'none'"
             )
         if self.router_layout == "grouped":
             if self.num_expert_groups < 1 or self.num_experts % self.num_expert_groups:

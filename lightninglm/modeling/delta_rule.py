@@ -105,18 +105,19 @@ class _ChunkedDeltaRule(torch.autograd.Function):
     With the inclusive cumulative log decay g_i of a chunk and the state S that enters it:
 
         G_ij = exp(g_i - g_j) for j <= i, else 0          L = strictly lower part of diag(beta) (G * K K^T)
-        (I + L) U = R = diag(beta) V - K_w S              K_w = diag(beta e^g) K
-        O = diag(e^g) Q S + (G * Q K^T) U                 S' = e^{g_C} S + K_e^T U          K_e = diag(e^{g_C - g}) K
+        (I + L) U = R = diag(beta) V - K_w S              K_w = diag(beta e^g) K           Q_r = diag(e^g) Q
+        O = Q_r S + (G * Q K^T) U                         S' = e^{g_C} S + K_e^T U         K_e = diag(e^{g_C - g}) K
 
-    Solved for all chunks at once, (I + L) leaves U = U_0 - W S, so that a chunk waits for two products of the chunk
-    before. All exponents are <= 0, and differences of g are taken in fp64, so that strong decays early in a chunk cost
-    the later ones no digits.
+    Everything that does not need S is computed for all chunks at once; one product reads S for Q_r and -K_w together.
+    All exponents are <= 0, and differences of g are taken in fp64, so that strong decays early in a chunk cost the
+    later ones no digits.
     """
 
     @staticmethod
     def forward(ctx, q, k, v, log_decay, beta, state, same_document, visible):
         """q, k, v [N, Z, C, D or E]; log_decay, beta, visible [N, Z, C]; state [Z, D, E]; same_document [N, Z, C, C]"""
         N, Z, C, D = k.shape
+        E = v.shape[-1]
         g = log_decay.double().cumsum(-1)
         decay = _exp(g.unsqueeze(-1) - g.unsqueeze(-2), k.dtype).tril_()  # G
         since_start, until_end = _exp(g, k.dtype), _exp(g[..., -1:] - g, k.dtype)  # e^g, e^{g_C - g}
@@ -124,67 +125,76 @@ class _ChunkedDeltaRule(torch.autograd.Function):
             decay, since_start = decay * same_document, since_start * visible
             until_end = until_end * same_document[..., -1, :]
         since_start, until_end, beta = since_start.unsqueeze(-1), until_end.unsqueeze(-1), beta.unsqueeze(-1)
-        across = since_start[..., -1:, :]  # e^{g_C}
 
         kk = (k @ k.mT).mul_(decay).tril_(-1)
         qk = (q @ k.mT).mul_(decay)
         eye = torch.eye(C, dtype=k.dtype, device=k.device).expand(N, Z, C, C)
         # From the right, on the transpose: twice as fast in LAPACK's column-major order.
         inverse = torch.linalg.solve_triangular((kk * beta).mT, eye, upper=True, unitriangular=True, left=False).mT
-        k_write, k_end, q_read = k * (beta * since_start), k * until_end, q * since_start
-        u, w = inverse @ (beta * v), inverse @ k_write
+        readers = k.new_empty(N, Z, 2 * C, D)  # Q_r above -K_w
+        torch.mul(q, since_start, out=readers[:, :, :C])
+        torch.mul(k, -beta * since_start, out=readers[:, :, C:])
+        k_end, r = k * until_end, beta * v
 
-        states = k.new_empty(N + 1, Z, D, v.shape[-1])
+        states, u, outputs = k.new_empty(N + 1, Z, D, E), torch.empty_like(v), torch.empty_like(v)
         states[0] = state
-        for n, (u_n, w_n, k_n, across_n) in enumerate(zip(u, w, k_end.mT, across, strict=True)):
-            u_n.baddbmm_(w_n, states[n], alpha=-1)
-            torch.mul(states[n], across_n, out=states[n + 1]).baddbmm_(k_n, u_n)
-        outputs = (q_read @ states[:N]).add_(qk @ u)
-        ctx.save_for_backward(
-            q, k, v, beta, since_start, until_end, decay, kk, qk, inverse, k_write, k_end, q_read, u, w, states
-        )
+        across = since_start[..., -1:, :]  # e^{g_C}
+        chunks = (readers, r, inverse, k_end.mT, across, outputs, u, states[:N], states[1:])
+        for readers_n, r_n, inverse_n, k_n, across_n, o_n, u_n, state, next_state in zip(*chunks, strict=True):
+            read, written = torch.bmm(readers_n, state).split(C, dim=1)
+            o_n.copy_(read)
+            torch.bmm(inverse_n, r_n.add_(written), out=u_n)
+            torch.mul(state, across_n, out=next_state).baddbmm_(k_n, u_n)
+        _add_product(outputs, qk, u)
+        ctx.save_for_backward(q, k, v, beta, since_start, until_end, decay, kk, qk, inverse, readers, k_end, u, states)
         return outputs, states[N].clone()
 
     @staticmethod
     def backward(ctx, d_outputs, d_state):
-        (
-            q, k, v, beta, since_start, until_end, decay, kk, qk, inverse, k_write, k_end, q_read, u, w, states
-        ) = ctx.saved_tensors  # fmt: skip
-        N = len(u)
+        q, k, v, beta, since_start, until_end, decay, kk, qk, inverse, readers, k_end, u, states = ctx.saved_tensors
+        N, Z, C, E = v.shape
         across = since_start[..., -1:, :]
 
         d_u = qk.mT @ d_outputs
-        d_states = torch.empty_like(states)
-        torch.matmul(q_read.mT, d_outputs, out=d_states[:N])
-        d_states[N] = d_state
+        d_read = v.new_empty(N, Z, 2 * C, E)  # of Q_r S above that of R
+        d_read[:, :, :C] = d_outputs
+        d_r = d_read[:, :, C:]
+        d_readers, d_k_end, d_across = torch.empty_like(readers), torch.empty_like(k), k.new_empty(N, Z)
         for n in range(N - 1, -1, -1):
-            d_u[n].baddbmm_(k_end[n], d_states[n + 1])
-            d_states[n].addcmul_(d_states[n + 1], across[n]).baddbmm_(w[n].mT, d_u[n], alpha=-1)
+            d_u[n].baddbmm_(k_end[n], d_state)
+            torch.bmm(inverse[n].mT, d_u[n], out=d_r[n])
+            torch.bmm(u[n], d_state.mT, out=d_k_end[n])
+            torch.bmm(d_read[n], states[n].mT, out=d_readers[n])
+            d_across[n] = (d_state * states[n]).sum((-2, -1))
+            d_state = (d_state * across[n]).baddbmm_(readers[n].mT, d_read[n])
 
-        d_q_read = d_outputs @ states[:N].mT
-        d_k_end = u @ d_states[1:].mT
+        d_q_read, d_k_read = d_readers.split(C, dim=2)  # of Q_r and of -K_w
         d_qk = d_outputs @ u.mT
-        d_r = inverse.mT @ d_u
-        d_k_write = (d_r @ states[:N].mT).neg_()
         d_lower = (d_r @ u.mT).neg_()  # of L, through its inverse
         through_kk = d_lower * kk
-        d_beta = (d_r * v).sum(-1) + (d_k_write * k).sum(-1) * since_start.squeeze(-1) + through_kk.sum(-1)
+        along_k = -(d_k_read * k).sum(-1)
+        d_beta = (d_r * v).sum(-1) + along_k * since_start.squeeze(-1) + through_kk.sum(-1)
 
         # Every use of a decay e^x adds (its value * its gradient) to the gradient of x.
         pairs = through_kk.mul_(beta).addcmul_(d_qk, qk)
-        reads = (d_q_read * q_read).sum(-1) + (d_k_write * k_write).sum(-1)
-        writes = (d_k_end * k_end).sum(-1)
+        reads = since_start.squeeze(-1) * ((d_q_read * q).sum(-1) + beta.squeeze(-1) * along_k)
+        writes = until_end.squeeze(-1) * (d_k_end * k).sum(-1)
         d_g = pairs.sum(-1) - pairs.sum(-2) + reads - writes
-        d_across = d_states[1:].flatten(-2).unsqueeze(-2) @ states[:N].flatten(-2).unsqueeze(-1)
-        d_g[..., -1] += writes.sum(-1) + (d_across * across)[..., 0, 0]
+        d_g[..., -1] += writes.sum(-1) + d_across * across[..., 0, 0]
         d_log_decay = d_g.flip(-1).cumsum(-1).flip(-1)
 
         d_kk = d_lower.mul_(decay).mul_(beta).tril_(-1)
-        d_qk = d_qk.mul_(decay)
-        d_q = d_q_read.mul_(since_start).add_(d_qk @ k)
-        d_k = d_k_write.mul_(beta * since_start).addcmul_(d_k_end, until_end)
-        d_k = d_k.add_((d_kk + d_kk.mT) @ k).add_(d_qk.mT @ q)
-        return d_q, d_k, d_r * beta, d_log_decay, d_beta, d_states[0], None, None
+        d_qk.mul_(decay)
+        d_q, d_k = d_q_read * since_start, d_k_end.mul_(until_end).addcmul_(d_k_read, beta * since_start, value=-1)
+        _add_product(d_q, d_qk, k)
+        _add_product(d_k, d_kk + d_kk.mT, k)
+        _add_product(d_k, d_qk.mT, q)
+        return d_q, d_k, d_r * beta, d_log_decay, d_beta, d_state, None, None
+
+
+def _add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """out += a @ b for [N, Z, ...] tensors, out contiguous."""
+    out.flatten(0, 1).baddbmm_(a.flatten(0, 1), b.flatten(0, 1))
 
 
 def _exp(log_decay: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -188,14 +188,9 @@ def expert_backend(config: LightningLMConfig) -> str:
     `config.experts_backend`, checked; `"auto"` is the loop where the sizes do not suit grouped_mm.
 
     Raises:
-        ValueError: the backend does not exist, or grouped_mm is asked for and cannot align the rows.
+        ValueError: grouped_mm is asked for and cannot align the rows.
     """
     backend = config.experts_backend
-    if backend == "triton":
-        raise ValueError(
-            "config.experts_backend = 'triton': there is no Triton kernel for experts; "
-            "use 'auto', 'torch', 'grouped_mm' or 'naive'"
-        )
     sizes = {"hidden_size": config.hidden_size, "moe_intermediate_size": config.moe_intermediate_size}
     if config.expert_quantization is not None:
         sizes["expert_quantization.rank"] = config.expert_quantization["rank"]

@@ -78,7 +78,7 @@ class ProjectStreams(torch.autograd.Function):
 
 class HyperConnection(nn.Module):
     """
-    Connects one sublayer to the streams X (MODEL.md 3.8), all in fp32:
+    Connects one sublayer to the streams X (docs/model.md, "Hyper-connections"), all in fp32:
 
         z    = RMSNorm(flatten X)              pre = sigmoid(alpha_pre Phi_pre z + b_pre), post = 2 sigmoid(...)
         x_in = RMSNorm(sum_i pre_i X_i)        R   = Sinkhorn(exp(alpha_res Phi_res z + b_res - row max))

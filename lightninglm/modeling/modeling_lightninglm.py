@@ -1,5 +1,6 @@
 """The LightningLM model: byte embedding, memory, streams through the reversible stack, head; as HuggingFace classes."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ from .multi_token_prediction import MultiTokenPrediction, split_streams
 from .norms import RMSNorm
 from .reversible import ReversibilityReport, checkpointed_layer, reversible_stack, sequential_stack
 from .rotary import RotaryEmbedding
-from .router import Router
+from .router import FlatRouter, Router
 
 logger = logging.get_logger(__name__)
 
@@ -107,6 +108,20 @@ class LightningLMPreTrainedModel(PreTrainedModel):
     ]
     _is_stateful = True  # a recurrent state cannot be rolled back: no assisted generation
 
+    def _apply(self, fn, recurse=True):
+        """Moves the model; a cast leaves buffers (statistics, scales, step sizes) and fp32 parameters as they are."""
+        kept = {id(buffer) for buffer in self.buffers()}
+        in_fp32 = re.compile("|".join(self._keep_in_fp32_modules_strict))
+        for name, parameter in self.named_parameters():
+            if in_fp32.search(name):
+                kept |= {id(parameter), id(parameter.grad)}
+
+        def moved(tensor):
+            new = fn(tensor)
+            return new if new.dtype == tensor.dtype or id(tensor) not in kept else tensor.to(new.device)
+
+        return super()._apply(moved, recurse)
+
     @torch.no_grad()
     def initialize_weights(self) -> None:
         """Gives values to whatever was neither loaded nor initialized before, from torch's global generator."""
@@ -117,6 +132,9 @@ class LightningLMPreTrainedModel(PreTrainedModel):
         """As in transformers; the byte table comes from the `tokenizer.json` beside the weights, if there is one."""
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
+        for module in model.modules():  # loading makes every parameter trainable
+            if isinstance(module, FlatRouter):
+                module.freeze_inert_null_logit()
         names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
         where = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
         tokenizer = cached_file(

@@ -204,7 +204,7 @@ def _forward(stack: _Stack, streams: torch.Tensor, keep: bool) -> tuple[_Pass, t
 
 class _ReversibleFunction(torch.autograd.Function):
     """
-    The recurrence with its reconstructing backward pass (MODEL.md 4.4; rounding is differentiated as the identity).
+    The recurrence with its reconstructing backward pass; rounding is differentiated as the identity.
 
     The layers' parameters are no inputs: their gradients arrive through `torch.autograd.backward` inside backward, by
     the ordinary accumulation path, so hooks on them fire as everywhere else. `anchor` is a float that requires grad:

@@ -26,8 +26,8 @@ class Routing(NamedTuple):
 
     Attributes:
         experts: [T, K] int64, global expert numbers, by descending selection score; -1 is a null pick (no expert).
-        weights: [T, K] fp64, differentiable; the weight of a null pick is 0. Not rounded to fp32, so that the weights of
-            a group's members add up to the weight of the group (see `token_dispatch.weighted_sum`).
+        weights: [T, K] fp64, differentiable; the weight of a null pick is 0. Not rounded to fp32, so that the weights
+            of a group's members add up to the weight of the group (see `token_dispatch.weighted_sum`).
         aux: the router's auxiliary loss, a fp32 scalar, or None.
     """
 
@@ -50,10 +50,7 @@ def top_k(scores: torch.Tensor, k: int) -> torch.Tensor:
 
 
 class Router(nn.Module, ABC):
-    """
-    Base of the routers: fp32 tensors whatever the model is cast to, and the pick counters behind load balancing.
-
-    """
+    """Base of the routers: fp32 tensors whatever the model is cast to, and the pick counters behind load balancing."""
 
     def __init__(self, config: LightningLMConfig, num_slots: int):
         super().__init__()
@@ -135,11 +132,6 @@ class FlatRouter(Router):
         super().__init__(config, config.num_experts + (config.num_null_experts > 0))
         self.num_null = config.num_null_experts
         self.softmax = config.router_scoring == "softmax"
-        if self.softmax != (config.balance == "aux") and config.balance != "none":
-            raise ValueError(
-                f"config.balance = {config.balance!r} with router_scoring = {config.router_scoring!r}: "
-                "'softmax' goes with 'aux' or 'none' (its bias is trained), 'sigmoid' with 'sign', 'banded' or 'none'"
-            )
         self.aux_losses = config.balance == "aux"
         self.null_renorm = config.null_renorm
         self.null_rate = config.null_rate
@@ -154,11 +146,16 @@ class FlatRouter(Router):
         self.register_buffer("usage_ema", torch.full((size,), 1 / size, dtype=torch.float32))
         self.null_logit = None
         if self.num_null or config.mode == "published":  # the published 120B stores one, frozen, without null slots
-            self.null_logit = nn.Parameter(torch.zeros((), dtype=torch.float32), requires_grad=self.num_null > 0)
+            self.null_logit = nn.Parameter(torch.zeros((), dtype=torch.float32))
         self.register_buffer("null_bias", None)
         if self.num_null and not self.softmax:
             self.null_bias = torch.tensor(NULL_BIAS_START, dtype=torch.float32)
-            self.null_logit.requires_grad_(not self.null_renorm)  # renormalized sigmoid weights do not contain it
+        self.freeze_inert_null_logit()
+
+    def freeze_inert_null_logit(self) -> None:
+        """A null logit that no weight depends on (no null slots, or renormalized sigmoid weights) is not trained."""
+        if self.null_logit is not None:
+            self.null_logit.requires_grad_(self.num_null > 0 and (self.softmax or not self.null_renorm))
 
     def forward(self, x_TH: torch.Tensor, keep_T: torch.Tensor | None, record_statistics: bool) -> Routing:
         """See `Router.forward`; picks are in the order of their selection scores."""
@@ -224,12 +221,6 @@ class GroupedRouter(Router):
     """
 
     def __init__(self, config: LightningLMConfig):
-        if config.router_scoring != "sigmoid":
-            raise ValueError(
-                f"config.router_scoring = {config.router_scoring!r}: router_layout = 'grouped' needs 'sigmoid'"
-            )
-        if config.balance == "aux":
-            raise ValueError("config.balance = 'aux': the auxiliary losses need router_scoring = 'softmax'")
         super().__init__(config, config.num_experts)
         self.num_groups, self.group_size = config.num_expert_groups, config.experts_per_group
         self.groups_per_token, self.members_per_group = config.groups_per_token, config.members_per_group

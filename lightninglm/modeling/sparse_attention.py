@@ -213,10 +213,11 @@ class GatedSparseAttention(nn.Module):
                 v_ZSD[:, : columns.past + stop], index_q[:, start:stop], index_weight[:, start:stop],
                 index_k[:, : columns.past + stop],
             )  # fmt: skip
-            if recompute:
-                blocks.append(checkpoint(self._attend, *arguments, use_reentrant=False, preserve_rng_state=False))
-            else:
-                blocks.append(self._attend(*arguments))
+            with torch.autocast(x_BTH.device.type, enabled=False):  # rounded scores would pick other keys
+                if recompute:
+                    blocks.append(checkpoint(self._attend, *arguments, use_reentrant=False, preserve_rng_state=False))
+                else:
+                    blocks.append(self._attend(*arguments))
         outputs, losses, rows, variances = zip(*blocks, strict=True)
 
         if ctx.record_statistics:

@@ -40,6 +40,11 @@ class Interruption:
             self.signal_number = number
             self.reason = signal.Signals(number).name
 
+    def ask(self, reason: str) -> None:
+        """Asks for a stop from inside the program; the first reason counts."""
+        if self.reason is None:
+            self.reason = reason
+
     @property
     def requested(self) -> bool:
         """Whether this rank was asked to stop."""

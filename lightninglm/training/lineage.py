@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -88,8 +89,6 @@ def _finished(recipe, run_folder: Path, accept_changes: bool) -> bool:
 
 
 def _free_port() -> int:
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

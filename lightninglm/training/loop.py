@@ -10,10 +10,15 @@ import torch
 import torch.distributed as dist
 
 from lightninglm.data.order import micro_batches
+from lightninglm.distributed.adapters import AdapterMovement, merge_adapters
+from lightninglm.distributed.expert_bases import hash_expert_bases
+from lightninglm.modeling.parameter_roles import ADAPTERS
 from lightninglm.training.evaluate import heldout_loss
 from lightninglm.training.interruption import Interruption
 from lightninglm.training.schedule import learning_rate_factor, new_tensor_factor, ramped_step_sizes
 from lightninglm.training.targets import count_targets
+
+WATCHED_STEPS = 2  # of a stage, in which the adapters that move are counted: first A, then A and B
 
 
 class TrainingError(RuntimeError):
@@ -69,14 +74,22 @@ class Trainer:
         while state["step"] < state["total_steps"]:
             values, stop = self._optimizer_step()
             last = state["step"] == state["total_steps"]
+            every = recipe.train.merge_adapters_every
+            if every is not None and state["step"] % every == 0 and not last:
+                values["merged_adapters"] = self._merge_adapters()
             if last or state["step"] % recipe.evaluate.every == 0:
                 values["heldout"] = state["heldout"] = self._evaluate()
             state["finished"] = last
             if self.logger:
-                self.logger.step(values)
+                try:
+                    self.logger.step(values)
+                except OSError as error:  # a full disk: all ranks stop together, at the next step
+                    self.interruption.ask(f"{self.logger.path}: {error.strerror}")
                 if "heldout" in values:
                     losses = "  ".join(f"{name} {loss:.4f}" for name, loss in values["heldout"].items())
                     self.logger.say(f"step {state['step']}: held-out loss  {losses}")
+                for line in adapter_lines(values):
+                    self.logger.say(f"step {state['step']}: {line}")
             if last or stop or state["step"] % recipe.checkpoint.every == 0:
                 self._save()
             if stop and not last:
@@ -129,6 +142,8 @@ class Trainer:
                 f"{second_token * mean}, auxiliary {aux * mean}. Nothing was updated; the last checkpoint is step "
                 f"{max(self._saved_at, 0)}"
             )
+        watched = step < WATCHED_STEPS and self.model.config.expert_quantization is not None
+        movement = AdapterMovement(self.model) if watched else None
         skipped = self.engine.skipped_steps
         self.engine.step()
         updated = self.engine.skipped_steps == skipped
@@ -157,6 +172,8 @@ class Trainer:
             "reversibility": self._reversibility(),
             "peak_memory_bytes": peak_memory_bytes(self.engine.device),
         }
+        if movement is not None:
+            values["adapters_moved"] = movement.counts(picks)
         return values, stop > 0
 
     def _set_learning_rates(self, step: int) -> dict[str, float]:
@@ -164,12 +181,22 @@ class Trainer:
         optimizer, state = self.recipe.optimizer, self.state
         factor = learning_rate_factor(step, state["total_steps"], self.recipe.schedule)
         warmup = new_tensor_factor(step, state["new_tensors"]["warmup_steps"])
+        restart = new_tensor_factor(step - state["adapters_merged_at"], self.recipe.train.merge_adapters_warmup)
         rates = {}
         for group in self.engine.optimizer.param_groups:
             rate = optimizer.lr * getattr(optimizer.groups, group["role"]) * factor
             group["lr"] = rate * warmup if group["new"] else rate
+            if group["role"] == ADAPTERS and state["adapters_merged_at"]:
+                group["lr"] *= restart
             rates[group["role"] + ("_new" if group["new"] else "")] = group["lr"]
         return rates
+
+    def _merge_adapters(self) -> dict[str, float]:
+        """Merges the adapters into their bases, and notes which bases they go on with and since when."""
+        report = merge_adapters(self.engine)
+        self.state["expert_bases"] = hash_expert_bases(self.model)
+        self.state["adapters_merged_at"] = self.state["step"]
+        return report
 
     def _reversibility(self) -> dict[str, float]:
         """Checked backward passes so far, and the size of the streams: their growth shows an unstable stack early."""
@@ -193,6 +220,22 @@ class Trainer:
             reduce=dist.all_reduce,
             device=self.engine.device,
         )
+
+
+def adapter_lines(values: dict[str, Any]) -> list[str]:
+    """What a step's values say about adapters, for people."""
+    lines = []
+    if moved := values.get("adapters_moved"):
+        lines.append(
+            f"adapters of experts with tokens {moved['with_tokens']:,}: A moved in {moved['A']:,}, B in {moved['B']:,} "
+            f"(while A is zero, B has no gradient); without tokens {moved['without_tokens']:,} moved"
+        )
+    if merged := values.get("merged_adapters"):
+        lines.append(
+            f"adapters merged into their bases: {merged['signal_to_noise_db']:.1f} dB at least, weights changed by "
+            f"{merged['relative_change']:.1e} at most"
+        )
+    return lines
 
 
 def expert_load(picks: list[torch.Tensor]) -> dict[str, float]:

@@ -11,6 +11,7 @@ from lightninglm.checkpoint import (
     CheckpointError,
     CheckpointReader,
     Skipped,
+    check_bases,
     newest_checkpoint,
     prune,
     remove_leftovers,
@@ -22,13 +23,17 @@ from lightninglm.data.order import GlobalOrder
 from lightninglm.distributed.checkpointing import load_checkpoint, save_checkpoint
 from lightninglm.distributed.ds_config import load_ds_config
 from lightninglm.distributed.engine import build_engine, parameter_groups
+from lightninglm.distributed.expert_bases import hash_expert_bases
 from lightninglm.distributed.expert_parallel import apply_expert_parallel
+from lightninglm.distributed.memory import measured_bytes
+from lightninglm.distributed.optimizer_state import OptimizerState
 from lightninglm.distributed.process_group import is_main_rank, raise_together, world_size
 from lightninglm.modeling.byte_embedding import token_bytes, tokens_sha256
 from lightninglm.modeling.configuration_lightninglm import LightningLMConfig
 from lightninglm.modeling.initialization import allocate_model, initialize_model
 from lightninglm.modeling.modeling_lightninglm import LightningLMForCausalLM
 from lightninglm.training.interruption import Interruption
+from lightninglm.training.ledger import ledger, part_of
 from lightninglm.training.lineage import LINEAGE_PID
 from lightninglm.training.loop import Trainer
 from lightninglm.training.metrics import MetricsLogger
@@ -93,7 +98,7 @@ def run_stage(recipe, run_folder: Path, *, accept_changes: bool = False) -> int:
 
     watched = os.environ.get(LINEAGE_PID)
     with Interruption(watch_pid=int(watched) if watched else None) as interruption:
-        engine = _build_engine(recipe, start, ds_config)
+        engine = _build_engine(recipe, start, ds_config, logger)
         order = GlobalOrder(data.sizes, recipe.data.mixture, recipe.data.seed, state["data"]["domain_offsets"])
 
         def save(state: dict[str, Any]) -> None:
@@ -148,6 +153,7 @@ def _find_start(recipe, run_folder: Path, accept_changes: bool) -> _Start:
             eos_token_id=data.tokenizer.end_id,
             pad_token_id=data.tokenizer.end_id,
         )
+        _check_adapters(recipe, config)
         return _Start(None, skipped, config, state, data)
 
     reader = CheckpointReader(checkpoint, verify=None)  # newest_checkpoint has verified it
@@ -158,12 +164,18 @@ def _find_start(recipe, run_folder: Path, accept_changes: bool) -> _Start:
     if config.tokenizer_sha256 != tokenizer_sha256:
         raise CheckpointError(f"{checkpoint}: was trained with another tokenizer than {data.folder / 'tokenizer'}")
     recipe.check_world(world_size(), config.num_experts)
+    _check_adapters(recipe, config)
     if state["step"]:
         _check_same_recipe(recipe, state, checkpoint, accept_changes)
     else:
         _enter_stage(recipe, state)
     state |= {"recipe": recipe.resolved(), "recipe_sha256": recipe.sha256(), "total_steps": recipe.total_steps}
     return _Start(checkpoint, skipped, config, state, data)
+
+
+def _check_adapters(recipe, config: LightningLMConfig) -> None:
+    if recipe.train.merge_adapters_every is not None and config.expert_quantization is None:
+        raise recipe.error("train.merge_adapters_every", "the model has no adapters: its experts are not quantized")
 
 
 def _fresh_state(recipe) -> dict[str, Any]:
@@ -187,6 +199,7 @@ def _fresh_state(recipe) -> dict[str, Any]:
         },
         "ramps": {},
         "new_tensors": {"names": [], "warmup_steps": 0},
+        "adapters_merged_at": 0,
         "seed": recipe.train.seed,
         "recipe": recipe.resolved(),
         "recipe_sha256": recipe.sha256(),
@@ -228,8 +241,18 @@ def _differences(old: Any, new: Any, key: str = "") -> list[tuple[str, Any, Any]
     return [] if old == new else [(key, old, new)]
 
 
-def _build_engine(recipe, start: _Start, ds_config: dict[str, Any]):
+def _build_engine(recipe, start: _Start, ds_config: dict[str, Any], logger: MetricsLogger | None):
     """The engine with the stage's weights and optimizer state: local experts only, allocated once."""
+    planned = ledger(
+        start.config,
+        world_size=world_size(),
+        expert_parallel=recipe.train.expert_parallel,
+        zero_stage=ds_config["zero_optimization"]["stage"],
+        dtype=recipe.train.dtype,
+    )
+    if logger:
+        for line in planned.lines():
+            logger.say(line)
     with torch.device("meta"):
         model = LightningLMForCausalLM(start.config)
     apply_expert_parallel(model, recipe.train.expert_parallel)
@@ -251,4 +274,13 @@ def _build_engine(recipe, start: _Start, ds_config: dict[str, Any]):
     if start.checkpoint is not None:
         with raise_together():  # an error of loading is raised on all ranks at once
             load_checkpoint(engine, CheckpointReader(start.checkpoint, verify=None))
+    else:
+        OptimizerState(engine).create(adam_step=0)
+    found = hash_expert_bases(engine.module)
+    with raise_together():
+        check_bases(start.checkpoint, start.state.get("expert_bases"), found)
+    start.state["expert_bases"] = found
+    measured = measured_bytes(engine, part_of)
+    if logger:
+        logger.say(planned.compare(*measured))
     return engine

@@ -90,9 +90,10 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
         for row in growth:
             before, after = row["heldout_before"], row["heldout_after"]
             change = max((after[domain] - before[domain] for domain in before), key=abs)
+            difference = row["relative_logit_difference"]  # None between models of different tokenizers
             table.add_row(
                 row["name"],
-                f"{row['relative_logit_difference']:.1e}",
+                "" if difference is None else f"{difference:.1e}",
                 f"{change:+.1e}",
                 f"{row['moments_carried']:,}",
             )

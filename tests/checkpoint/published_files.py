@@ -157,7 +157,7 @@ def aliases(state):
 
 
 def rank_files(state, folder, ranks=8):
-    """One file per expert-parallel rank: blocks of experts, padded with zeros to the same number."""
+    """One file per expert-parallel rank: blocks of experts, most of them padded with zeros to one length."""
     stacked = ("weight_indices", "row_norms", "tqp_A", "tqp_B")
     for rank in range(ranks):
         part = {}
@@ -168,7 +168,7 @@ def rank_files(state, folder, ranks=8):
             least, more = divmod(len(tensor), ranks)
             start = rank * least + min(rank, more)
             block = tensor[start : start + least + (rank < more)]
-            padding = least + (more > 0) - len(block)
+            padding = 0 if key.endswith("row_norms") else least + (more > 0) - len(block)
             part[key] = torch.cat([block, torch.zeros_like(tensor[:padding])])
         folder.mkdir(exist_ok=True)
         torch.save({"module": part}, folder / f"mp_rank_{rank:02d}_model_states.pt")

@@ -100,7 +100,7 @@ def test_killed_while_deleting_no_half_checkpoint_is_left(tmp_path, monkeypatch)
     assert [path.name for path in remove_leftovers(tmp_path)] == [".tmp-deleted-step-00000000"]
 
 
-@pytest.mark.parametrize("fail_at", range(0, 40, 3))
+@pytest.mark.parametrize("fail_at", range(0, 25, 2))
 def test_a_full_disk_is_an_error_with_the_path_and_the_bytes(tmp_path, monkeypatch, fail_at):
     old = write(tmp_path / "step-00000001")
     calls = 0

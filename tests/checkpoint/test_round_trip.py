@@ -52,6 +52,22 @@ def test_file_hashes_and_sizes_are_those_of_the_files(tmp_path):
         assert entry == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
+def test_shards_of_many_blocks_and_equal_tensors_are_hashed_as_any_other(tmp_path):
+    """More than one chunk per file, a tensor across the border of two, clones, and a clone that differs in one bit."""
+    parent = torch.randn(1200, 1000, generator=torch.Generator().manual_seed(0))
+    flipped = parent.clone()
+    flipped.view(torch.int32)[600, 500] ^= 1
+    expected = {"a.0": parent, "a.1": parent.clone(), "a.2": flipped, "a.3": parent.clone(), "b": torch.zeros(3).bool()}
+    with CheckpointWriter(tmp_path / "c") as writer:
+        for name, tensor in expected.items():
+            writer.add(name, tensor)
+        writer.commit(CONFIG, STATE)
+    reader = CheckpointReader(tmp_path / "c", verify="full")
+    for name, tensor in expected.items():
+        assert raw(reader.read(name)) == raw(tensor)
+        assert reader.sha256(name) == hashlib.sha256(raw(tensor)).hexdigest()
+
+
 def test_shards_are_bounded_and_marked_for_huggingface(tmp_path):
     folder = write(tmp_path / "c", shard_bytes=400)
     shards = sorted(folder.glob("model-*.safetensors"))

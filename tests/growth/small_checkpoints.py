@@ -57,15 +57,21 @@ TRAINER_STATE = {
 }
 
 
-def write_tokenizer(folder, special="<|end|>"):
-    """A byte-level BPE tokenizer without merges."""
-    vocabulary = {character: i for i, character in enumerate(byte_alphabet())} | {special: 256}
-    added = {"id": 256, "content": special, "special": True, "single_word": False, "lstrip": False, "rstrip": False}
+def write_tokenizer(folder, special="<|end|>", *, reverse=False, drop=0, more=()):
+    """A byte-level BPE tokenizer without merges: all bytes but the first `drop`, `special`, then `more` specials."""
+    tokens = [*list(byte_alphabet())[drop:], special]
+    tokens = [*(reversed(tokens) if reverse else tokens), *more]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    added = [
+        {"id": vocabulary[token], "content": token, "special": True, "single_word": False}
+        | {"lstrip": False, "rstrip": False, "normalized": False}
+        for token in (special, *more)
+    ]
     content = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [added | {"normalized": False}],
+        "added_tokens": sorted(added, key=lambda token: token["id"]),
         "normalizer": None,
         "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
         "post_processor": None,
@@ -74,6 +80,7 @@ def write_tokenizer(folder, special="<|end|>"):
     }
     folder.mkdir(exist_ok=True)
     (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": special}))
     return folder
 
 
@@ -142,4 +149,16 @@ def rewrite(folder, target, edit):
         for name, tensor in tensors.items():
             writer.add(name, tensor)
         writer.commit(reader.config, reader.trainer_state, tokenizer_folder=folder, extra_files=extra)
+    return target
+
+
+def rewrite_config(folder, target, changes):
+    """Copies a checkpoint as a consistent one with another configuration."""
+    tensors, reader = read_all(folder), CheckpointReader(folder)
+    receipt = folder / "growth_receipt.json"
+    with CheckpointWriter(target) as writer:
+        for name, tensor in tensors.items():
+            writer.add(name, tensor)
+        extra = {receipt.name: receipt.read_bytes()}
+        writer.commit(reader.config | changes, reader.trainer_state, tokenizer_folder=folder, extra_files=extra)
     return target

@@ -124,7 +124,7 @@ def test_an_interrupted_chain_goes_on_from_its_last_step(dense, tmp_path, monkey
 def test_an_intermediate_of_another_chain_is_not_reused(dense, tmp_path):
     target = tmp_path / "step-00000000"
     leftover = [{"dense_to_moe": {"num_experts": 6}}]
-    grow_chain(dense, tmp_path / "grow-1-dense_to_moe", leftover, stage="s", seed=1, heldout=None, progress=False)
+    grow_chain(dense, tmp_path / ".tmp-grow-1-dense_to_moe", leftover, stage="s", seed=1, heldout=None, progress=False)
     steps = [{"dense_to_moe": {"num_experts": 4}}, {"multiply_experts": {"num_experts": 8}}]
     grow_chain(dense, target, steps, stage="s", seed=1, heldout=None, progress=False)
     assert CheckpointReader(target).config["num_expert_groups"] == 4

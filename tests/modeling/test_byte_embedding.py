@@ -1,3 +1,5 @@
+"""The byte embedding: closed form equals dense codes, distinct codes for all ids, tokenizers checked."""
+
 import json
 from pathlib import Path
 

@@ -19,7 +19,7 @@ def forward(mixer, config, x, keep=None, documents=None):
 
 
 def by_definition(mixer, x):
-    """MODEL.md 3.6 for one row of real tokens, [T, H] fp64, with the published rotary frequencies of D = 8."""
+    """docs/model.md, "Gated DeltaNet", in fp64 for one row of real tokens [T, H]."""
     p = {name: tensor.double() for name, tensor in mixer.state_dict().items()}
     heads, dim, length = 4, 8, len(x)
     streams = []

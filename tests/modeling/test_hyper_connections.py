@@ -1,4 +1,4 @@
-"""Hyper-connections: the formulas of MODEL.md 3.8 term by term, exact derivatives, repeatable bits."""
+"""Hyper-connections: the formulas of docs/model.md term by term, exact derivatives, repeatable bits."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def rms_norm(x, weight, eps):
 
 
 def hyper_connection_naive(parameters, X, sublayer, iterations=20, eps=1e-6):
-    """MODEL.md 3.8 transcribed."""
+    """docs/model.md, "Hyper-connections", transcribed."""
     w = parameters
     z = rms_norm(X.flatten(-2), w["stream_norm.weight"], eps)
     pre = torch.sigmoid(w["alpha_pre"] * z @ w["phi_pre.weight"].T + w["b_pre"])

@@ -1,3 +1,5 @@
+"""Initial values: by name and seed alone, on any rank, once; and the roles of parameters."""
+
 import math
 
 import pytest

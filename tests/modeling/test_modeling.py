@@ -1,40 +1,64 @@
+"""The whole model: gradients everywhere, decoding, padding, documents, losses, statistics, the stack's controls."""
+
+import re
+
 import pytest
 import torch
 
 from lightninglm.modeling import LightningLMForCausalLM
 from lightninglm.modeling.modeling_lightninglm import token_positions
-from tests.modeling.tiny_models import INT8, ROUTERS, TOKENS, random_ids, spread_weights, tiny_config, tiny_model
+from tests.modeling.tiny_models import (
+    INT8,
+    ROUTERS,
+    TOKENS,
+    assert_same_but_for_rounding,
+    random_ids,
+    spread_weights,
+    tiny_config,
+    tiny_model,
+)
 
 DEFAULT = [kind for kind in ROUTERS if not kind.startswith("published")]
-EVERY = [*DEFAULT, "quantized"]
+EVERY = [*DEFAULT, "null slots", "quantized"]
+# What of the published mode depends on the length of the sequence, on padding, or on ties.
+CAUSAL = {"sparse_variance": "valid_keys", "sparse_score_dtype": "float32", "conv_mask_inputs": True}
 
 
 def build(kind, **overrides):
     """A model off its symmetric start. With 20 fraction bits a unit of the states is 1e-6; with 16 it is above 1e-5."""
-    quantized = {"expert_quantization": INT8} if kind == "quantized" else {}
-    return spread_weights(
-        tiny_model("grouped" if kind == "quantized" else kind, **({"frac_bits": 20} | quantized | overrides))
-    )
+    overrides = {"frac_bits": 20} | overrides
+    if kind == "quantized":
+        kind, overrides["expert_quantization"] = "grouped", INT8
+    elif kind == "null slots":
+        kind, overrides["num_null_experts"] = "flat", 4
+    return spread_weights(tiny_model(kind, **overrides))
 
 
-@pytest.mark.parametrize("kind", [*ROUTERS, "quantized"])
+# What the published mode does not train: the indexer, which only feeds hard choices, and null logits without effect, in
+# the second-token layer (it has no auxiliary losses) and in the 120B (it has no null slots).
+UNTRAINED = {
+    "published dense": r"\.indexer\.",
+    "published softmax": r"\.indexer\.|^mtp\..*\.null_logit$",
+    "published sigmoid": r"\.indexer\.|\.null_logit$",
+}
+
+
+@pytest.mark.parametrize("kind", [*ROUTERS, "null slots", "quantized"])
 def test_every_parameter_gets_a_gradient(kind):
+    """With memory and second-token layer, after one training step."""
     model = build(kind).train()
     ids = random_ids(4, 64)
     model(ids, labels=ids, prev_memory=torch.randn(4, 64)).loss.backward()
-    untrained = {name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()}
-    if kind.startswith("published"):  # the published indexer only feeds hard choices
-        indexers = {name for name in untrained if ".indexer." in name}
-        assert len(indexers) == 4 * (1 + model.config.layer_types.count("indexed_attention"))
-        untrained -= indexers
-        # without auxiliary losses nothing weighs the null slots; without null slots their logit is inert
-        untrained -= {name for name in untrained if name.endswith("router.null_logit")}
-    assert not untrained
+    names = [name for name, _ in model.named_parameters()]
+    assert any(name.startswith("mtp.") for name in names) and any(".memory." in name for name in names)
+    untrained = [name for name, p in model.named_parameters() if p.grad is None or p.grad.abs().max() < 1e-15]
+    assert untrained == [name for name in names if kind in UNTRAINED and re.search(UNTRAINED[kind], name)]
 
 
-@pytest.mark.parametrize("kind", EVERY)
-def test_prefill_and_decode_equal_the_full_forward(kind):
-    model = build(kind).eval()
+@pytest.mark.parametrize("frac_bits", [16, 20])
+@pytest.mark.parametrize("kind", [*ROUTERS, "null slots", "quantized"])
+def test_prefill_and_decode_equal_the_full_forward(kind, frac_bits):
+    model = build(kind, frac_bits=frac_bits, **CAUSAL).eval()
     ids = random_ids(2, 40)
     with torch.no_grad():
         full = model(ids).logits
@@ -43,12 +67,13 @@ def test_prefill_and_decode_equal_the_full_forward(kind):
         for t in range(25, 40):
             out = model(ids[:, t : t + 1], cache=out.cache, use_cache=True)
             steps.append(out.logits)
-    assert torch.allclose(torch.cat(steps, 1), full, atol=1e-5)
+    assert_same_but_for_rounding(torch.cat(steps, 1), full, frac_bits)
 
 
-@pytest.mark.parametrize("kind", EVERY)
-def test_padding_and_company_do_not_change_a_sequence(kind):
-    model = build(kind).eval()
+@pytest.mark.parametrize("frac_bits", [16, 20])
+@pytest.mark.parametrize("kind", [*ROUTERS, "null slots", "quantized"])
+def test_padding_and_company_do_not_change_a_sequence(kind, frac_bits):
+    model = build(kind, frac_bits=frac_bits, **CAUSAL).eval()
     ids = random_ids(1, 30)
     batch, mask = random_ids(3, 44, seed=5), torch.zeros(3, 44, dtype=torch.long)
     for row, start in ((0, 14), (1, 0), (2, 6)):  # left padding, right padding, both
@@ -57,8 +82,16 @@ def test_padding_and_company_do_not_change_a_sequence(kind):
         alone = model(ids)
         padded = model(batch, attention_mask=mask)
     for row, start in ((0, 14), (1, 0), (2, 6)):
-        assert torch.allclose(padded.logits[row, start : start + 30], alone.logits[0], atol=1e-5)
-        assert torch.allclose(padded.memory[row], alone.memory[0], atol=1e-5)
+        assert_same_but_for_rounding(padded.logits[row, start : start + 30], alone.logits[0], frac_bits)
+        assert_same_but_for_rounding(padded.memory[row], alone.memory[0], frac_bits)
+
+
+def test_the_published_budget_of_keys_depends_on_the_length():
+    """With `sparse_variance="zero_filled"`, no cache can pick the keys that a full forward pass picks."""
+    model = build("published dense").eval()
+    ids = random_ids(1, 40)
+    with torch.no_grad():
+        assert (model(ids).logits[:, :30] - model(ids[:, :30]).logits).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("kind", EVERY)
@@ -318,12 +351,11 @@ def test_model_without_head_gives_the_hidden_states():
     assert isinstance(model(ids, return_dict=False), tuple)
 
 
-def test_bf16_runs_close_to_fp32_and_keeps_the_router_in_fp32():
+def test_bf16_runs_close_to_fp32():
     model = build("flat").eval()
     ids = random_ids(2, 24)
     with torch.no_grad():
         expected = model(ids).logits
         found = model.bfloat16()(ids).logits
-    assert model.model.layers[0].mlp.router.weight.dtype == torch.float32
     assert found.dtype == torch.float32
     assert (found - expected).norm() < 0.1 * expected.norm()

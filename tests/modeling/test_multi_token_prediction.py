@@ -1,3 +1,5 @@
+"""The second-token layer: the formula, what it sees, how its losses enter the total."""
+
 import pytest
 import torch
 

@@ -1,3 +1,5 @@
+"""Presets: parameter counts of the published sizes, tiny models of each that train."""
+
 import pytest
 import torch
 

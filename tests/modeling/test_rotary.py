@@ -63,7 +63,7 @@ def test_frequencies_from_the_config_are_not_stored_and_published_ones_are():
 
 @pytest.mark.parametrize(("theta", "bound"), [(1e4, 0.0037), (1e5, 0.0033)])
 def test_bf16_rounding_of_published_frequencies_is_as_large_as_documented(theta, bound):
-    """MODEL.md 3.5: up to 0.37 % at theta 1e4 (D = 256), 0.33 % at 1e5 (D = 128): many radians at position 8192."""
+    """Up to 0.37 % at theta 1e4 (D = 256), 0.33 % at 1e5 (D = 128): many radians at position 8192."""
     exact = rotary_frequencies(256 if theta == 1e4 else 128, theta)
     error = ((exact.bfloat16().float() - exact) / exact).abs().max()
     assert 0.9 * bound < error < bound * 1.05

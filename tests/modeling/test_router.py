@@ -210,4 +210,4 @@ def test_a_router_forced_to_bf16_is_refused():
 )
 def test_contradictory_settings_are_refused(make_config, changes):
     with pytest.raises(ValueError, match="router_scoring"):
-        build_router(make_config(**changes))
+        make_config(**changes)

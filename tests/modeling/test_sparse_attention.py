@@ -29,7 +29,7 @@ def aux_loss(mixer, config, x, keep=None, documents=None):
 
 
 def by_definition(mixer, config, x):
-    """MODEL.md 3.7 for one row of real tokens [T, H], fp64: outputs, indexer loss, budgets, variances."""
+    """docs/model.md, "Gated sparse attention", in fp64 for one row [T, H]: outputs, loss, budgets, variances."""
     p = {name: tensor.double() for name, tensor in mixer.state_dict().items()}
     length, heads, dim, sinks = len(x), 2, 16, config.sparse_sink_keys
     q, k, v = (x @ p[f"{name}_proj.weight"].T for name in "qkv")
@@ -379,6 +379,23 @@ def test_short_sequences_are_dense_causal_attention():
     )
     expected = mixer.o_proj(o.transpose(1, 2).flatten(-2) * mixer.go_proj(x).sigmoid())
     torch.testing.assert_close(mixer(x, ctx)[0], expected, **CLOSE)
+
+
+@pytest.mark.parametrize("stored_keys", [0, 1024])
+def test_autocast_rounds_the_projections_and_neither_scores_nor_softmax(monkeypatch, stored_keys):
+    """Weights that bf16 holds give under autocast the bits of a bf16 model, in values and gradients."""
+    monkeypatch.setattr(sparse_attention, "MAX_STORED_KEYS", stored_keys)
+    results = []
+    for autocast in (True, False):
+        config, mixer = make()
+        mixer = mixer.bfloat16().float() if autocast else mixer.bfloat16()
+        x = hidden(2, 60).bfloat16().requires_grad_()
+        ctx = context(config, 2, 60)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            y, aux = mixer(x, ctx)
+        gradients = torch.autograd.grad((y.float() * hidden(2, 60, seed=3)).sum() + aux, [x, *mixer.parameters()])
+        results.append([y, aux, *(gradient.bfloat16() for gradient in gradients)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_bf16_follows_fp32():

@@ -1,0 +1,45 @@
+"""The configuration: what cannot work is refused by the name of its field, with the reason."""
+
+import pytest
+
+from tests.modeling.moe_configs import moe_config
+
+STEPS = [0.125, 0.25, 0.25, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"step_sizes": [0.125, 0.25, 0.0, 0.25]}, "1 zero-step layer.* at 2..2; a run must have an even length"),
+        ({"step_sizes": [0.125, 0.0, 0.0, 0.0]}, "3 zero-step layer.* at 1..3"),
+        ({"step_sizes": [0.125, 0.0, 0.0, 0.25], "blends": [1, 1, 0.5, 1]}, r"step_sizes\[2\] = 0 .* needs blend 1"),
+        ({"step_sizes": [0.125, -0.25, 0.25, 0.25]}, r"step_sizes\[1\] = -0.25: must be finite and not negative"),
+        ({"step_sizes": STEPS[:3]}, "step_sizes has 3 entries: must be num_hidden_layers = 4"),
+        ({"blends": [1.0, 0.75, 1.0, 1.0]}, r"blends\[1\] = 0.75: must be 1 or 0.5, only these invert exactly"),
+        ({"hidden_dropout": 0.1}, "hidden_dropout = 0.1: must be 0, .* could not be rebuilt in the backward pass"),
+        ({"attention_dropout": 0.1}, "attention_dropout = 0.1: must be 0"),
+        ({"frac_bits": 30}, "frac_bits = 30: must be between 8 and 24"),
+        ({"linear_head_dim": 12}, r"linear_num_heads \* config.linear_head_dim = 2 \* 12: must equal hidden_size = 32"),
+        ({"num_attention_heads": 3}, r"num_attention_heads \* config.head_dim = 3 \* 16: must equal hidden_size"),
+        ({"num_attention_heads": 32, "head_dim": 1}, "head_dim = 1: must be even"),
+        ({"layer_types": ["linear_attention"] * 3}, "layer_types has 3 entries"),
+        ({"layer_types": ["full_attention"] * 4}, "layer_types = 'full_attention': must be one of"),
+        ({"sparse_min_keys": 300}, "sparse_min_keys = 300: above sparse_max_keys = 256"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings = True: the byte embedding has no table"),
+        ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers = 2: must be 0 or 1"),
+        ({"sinkhorn_iterations": 0}, "sinkhorn_iterations = 0: must be at least 1"),
+        ({"logit_softcap": -1.0}, "logit_softcap = -1.0: must not be negative"),
+        ({"stack_backend": "reversable"}, "stack_backend = 'reversable': must be one of 'reversible', 'stored'"),
+        ({"experts_backend": "triton"}, "experts_backend = 'triton': must be one of"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok = 9: must be .* at most the 8 experts"),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok = 1: must be at least 2 .*trains no router"),
+        ({"num_nextn_predict_layers": 1, "mtp_num_experts_per_tok": 9}, "mtp_num_experts_per_tok = 9"),
+        ({"balance_band": [1.5, 2.0]}, "balance_band .* needs 0 < lo < 1 < hi"),
+        ({"balance": "aux"}, "balance = 'aux' with router_scoring = 'sigmoid'"),
+        ({"num_experts": 0, "expert_quantization": {}}, "num_experts = 0: a dense model has no experts"),
+        ({"expert_quantization": {"kind": "int8"}}, r"has keys \['kind'\]: needs"),
+    ],
+)
+def test_values_that_cannot_work_are_refused(fields, message):
+    with pytest.raises(ValueError, match=r"config\..*" + message):
+        moe_config(**fields)
