@@ -8,6 +8,8 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
 RUN    ?= runs/tiny
 export PYTHONHASHSEED := 0
+# Ranks and test workers share the cores: one thread each.
+export OMP_NUM_THREADS := 1
 # On the CPU, keep freed memory for the next step instead of returning it to the system.
 export MALLOC_MMAP_THRESHOLD_ := 1000000000
 export MALLOC_TRIM_THRESHOLD_ := 2000000000
@@ -28,7 +30,7 @@ tiny: $(READY)
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python launch/lineage.py recipes/tiny --run $(RUN)
 
 test: $(READY)
-	@PATH="$(abspath $(BIN)):$$PATH" OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n auto --dist loadfile
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest tests -n auto --dist loadfile
 
 lint: $(READY)
 	@$(BIN)/ruff check .

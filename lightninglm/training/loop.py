@@ -226,9 +226,10 @@ def adapter_lines(values: dict[str, Any]) -> list[str]:
     """What a step's values say about adapters, for people."""
     lines = []
     if moved := values.get("adapters_moved"):
+        why = "" if moved["B"] else " (while A is zero, B has no gradient)"
         lines.append(
-            f"adapters of experts with tokens {moved['with_tokens']:,}: A moved in {moved['A']:,}, B in {moved['B']:,} "
-            f"(while A is zero, B has no gradient); without tokens {moved['without_tokens']:,} moved"
+            f"adapters of experts with tokens {moved['with_tokens']:,}: A moved in {moved['A']:,}, B in {moved['B']:,}"
+            f"{why}; without tokens {moved['without_tokens']:,} moved"
         )
     if merged := values.get("merged_adapters"):
         lines.append(
