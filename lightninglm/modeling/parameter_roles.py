@@ -3,7 +3,6 @@
 import re
 
 ROUTER, ADAPTERS, REST = "router", "adapters", "rest"
-ROLES = (ROUTER, ADAPTERS, REST)
 
 
 def role(name: str) -> str:

@@ -5,6 +5,7 @@ A weight W [.., out, in] is rotated along its input dimension, W_rot = W R^T wit
 s random signs), which makes its entries close to Gaussian; W_rot is then stored as codes and scales.
 """
 
+import functools
 import hashlib
 import math
 from typing import NamedTuple
@@ -95,11 +96,6 @@ def snr_db(reference: torch.Tensor, approximation: torch.Tensor) -> float:
     return 10 * math.log10(signal / noise) if signal else -math.inf
 
 
-def storage_bytes(*tensors: torch.Tensor) -> int:
-    """Bytes of the given tensors."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
 def smallest_scale_dtype(scales: torch.Tensor) -> torch.dtype:
     """float16 when every non-zero scale is a normal fp16 number, else float32."""
     used = scales[scales != 0]
@@ -133,7 +129,6 @@ class Int8Quantizer:
         group_size: entries per scale (G); must divide the input dimension.
     """
 
-    kind = "int8"
     code_dtype = torch.int8
 
     def __init__(self, group_size: int):
@@ -176,7 +171,6 @@ class Int4Quantizer:
         group_size: entries per scale (G); must divide the input dimension and be even.
     """
 
-    kind = "int4"
     code_dtype = torch.uint8
 
     def __init__(self, group_size: int):
@@ -224,7 +218,6 @@ class CodebookQuantizer:
         levels: fp32 [256], ascending.
     """
 
-    kind = "codebook"
     code_dtype = torch.uint8
 
     def __init__(self, levels: torch.Tensor):
@@ -259,6 +252,11 @@ def published_codebook(dimension: int, bits: int = 8) -> torch.Tensor:
     Returns:
         fp32 [256], ascending; a table of fewer levels is padded with its largest one.
     """
+    return _published_codebook(dimension, bits).clone()  # a buffer that loading may overwrite
+
+
+@functools.cache
+def _published_codebook(dimension: int, bits: int) -> torch.Tensor:
     reach = min(1.0, 12 / math.sqrt(dimension))
     x = torch.linspace(-reach, reach, 200_001, dtype=torch.float64, device="cpu")  # real inside torch.device("meta")
     density = (1 - x.square()).clamp(min=0).pow((dimension - 3) / 2)

@@ -29,6 +29,49 @@ def randomized(module, seed=0, scale=0.4):
     return module
 
 
+def frequencies(config, head_dim):
+    """Rotary frequencies [head_dim / 2] in fp64, rounded to bf16 where the config takes them from a checkpoint."""
+    exact = config.rope_theta ** (-torch.arange(0, head_dim, 2).double() / head_dim)
+    return exact.bfloat16().double() if config.rope_source == "checkpoint" else exact
+
+
+def rotated(y, frequency):
+    """y [T, J, D] fp64, its pairs (2j, 2j + 1) turned by position * frequency_j."""
+    angles = torch.arange(len(y)).double()[:, None] * frequency
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    even, odd = y[..., 0::2], y[..., 1::2]
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
+
+
+def assert_equals_definition(mixer, config, x, definition):
+    """
+    Outputs, auxiliary loss and all gradients of a mixer for x [1, T, H], to 1e-5 relative, against a definition.
+
+    Args:
+        definition: (parameters and buffers by name, config, x [T, H]), all fp64 -> (outputs [T, H], loss or None).
+    """
+    grad = hidden(1, x.shape[1], seed=3)
+    x = x.detach().requires_grad_()
+    y, aux = mixer(x, context(config, 1, x.shape[1]))
+    exact = {name: tensor.detach().double() for name, tensor in mixer.state_dict().items()}
+    inputs = {"x": x[0].detach().double()} | {name: exact[name] for name, _ in mixer.named_parameters()}
+    for tensor in inputs.values():
+        tensor.requires_grad_()
+    expected, loss = definition(exact, config, inputs["x"])
+    assert (y[0] - expected).norm() <= 1e-5 * expected.norm()
+    assert (aux is None) == (loss is None)
+    total, exact_total = (y * grad).sum(), (expected * grad[0]).sum()
+    if aux is not None:
+        assert abs(aux - loss) <= 1e-5 * loss
+        total, exact_total = total + 1000 * aux, exact_total + 1000 * loss
+    total.backward()
+    exact_total.backward()
+    for name, found in {"x": x.grad[0], **{name: p.grad for name, p in mixer.named_parameters()}}.items():
+        reference = inputs[name].grad
+        assert (found is None) == (reference is None), name
+        assert found is None or (found - reference).norm() <= 1e-5 * reference.norm(), name
+
+
 def hidden(rows, length, seed=0):
     """[rows, length, H] inputs of a mixer."""
     return torch.randn(rows, length, H, generator=torch.Generator().manual_seed(seed))

@@ -1,18 +1,15 @@
 """Tiny configurations for the tests of experts and their routers."""
 
 from lightninglm.modeling.configuration_lightninglm import LightningLMConfig
+from tests.modeling.mixers import mixer_config
 
-H, F = 32, 16
+F = 16
 
 
 def moe_config(**changes) -> LightningLMConfig:
     """Eight experts of width 16 behind a flat sigmoid router, two per token."""
-    values = {
-        "vocab_size": 64, "hidden_size": H, "num_hidden_layers": 4, "intermediate_size": 24, "linear_num_heads": 2,
-        "linear_head_dim": 16, "num_attention_heads": 2, "head_dim": 16, "moe_intermediate_size": F, "num_experts": 8,
-        "num_experts_per_tok": 2,
-    }  # fmt: skip
-    return LightningLMConfig(**values | changes)
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": F}
+    return mixer_config(**experts | changes)
 
 
 def grouped_config(groups=8, members=5, groups_per_token=2, members_per_group=3, **changes) -> LightningLMConfig:

@@ -5,7 +5,8 @@ import torch
 
 from lightninglm.modeling.balance import banded_rule, sign_rule, update_bias
 from lightninglm.modeling.router import build_router
-from tests.modeling.moe_configs import H, grouped_config, moe_config
+from tests.modeling.mixers import H
+from tests.modeling.moe_configs import grouped_config, moe_config
 
 RULE = {"rule": "sign", "speed": 0.25, "band": (0.5, 2.0), "gain": 50.0}
 

@@ -3,27 +3,18 @@
 import pytest
 import torch
 
-from lightninglm.modeling.configuration_lightninglm import INDEXED_ATTENTION, LINEAR_ATTENTION, LightningLMConfig
+from lightninglm.modeling.configuration_lightninglm import INDEXED_ATTENTION, LINEAR_ATTENTION
 from lightninglm.modeling.decoder_layer import DecoderLayer, build_mixer, build_mlp
 from lightninglm.modeling.feed_forward import DenseFeedForward, SwiGLU
 from lightninglm.modeling.gated_deltanet import GatedDeltaNet
-from lightninglm.modeling.layer_context import LayerContext
 from lightninglm.modeling.moe import MoEBlock
 from lightninglm.modeling.reversible import ReversibilityReport, reversible_stack
-from lightninglm.modeling.rotary import RotaryEmbedding
 from lightninglm.modeling.sparse_attention import GatedSparseAttention
+from tests.modeling.mixers import H, context, mixer_config
 
-B, T, H = 2, 24, 32
+B, T = 2, 24
 LAYERS = 4
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-
-
-def make_config(**changes):
-    return LightningLMConfig(
-        vocab_size=64, hidden_size=H, num_hidden_layers=LAYERS, intermediate_size=48, linear_num_heads=2,
-        linear_head_dim=16, num_attention_heads=2, head_dim=16, indexer_num_heads=2, indexer_head_dim=8,
-        sparse_key_budget=8, sparse_min_keys=8, sparse_max_keys=12, **changes,
-    )  # fmt: skip
 
 
 def make_layers(config):
@@ -32,13 +23,11 @@ def make_layers(config):
 
 
 def make_context(config, padding=False, **changes):
-    position_ids = torch.arange(T).expand(B, T)
-    keep_mask = None
+    keep = None
     if padding:
-        keep_mask = torch.ones(B, T, dtype=torch.bool)
-        keep_mask[1, -5:] = False
-    rotary = RotaryEmbedding(config)(position_ids)
-    return LayerContext(position_ids=position_ids, keep_mask=keep_mask, rotary=rotary, **changes)
+        keep = torch.ones(B, T, dtype=torch.bool)
+        keep[1, -5:] = False
+    return context(config, B, T, keep, **changes)
 
 
 def make_streams(config):
@@ -57,7 +46,7 @@ def run_stack(layers, config, ctx, **options):
 
 
 def test_layer_types_and_experts_choose_the_sublayers():
-    dense, moe = make_config(), make_config(**EXPERTS)
+    dense, moe = mixer_config(), mixer_config(**EXPERTS)
     assert dense.layer_types == [LINEAR_ATTENTION] * 3 + [INDEXED_ATTENTION]
     assert [type(build_mixer(dense, i)) for i in range(LAYERS)] == [GatedDeltaNet] * 3 + [GatedSparseAttention]
     assert type(build_mixer(dense, LAYERS, INDEXED_ATTENTION)) is GatedSparseAttention
@@ -75,7 +64,7 @@ def test_feed_forward_is_a_gated_product():
 @pytest.mark.parametrize("experts", [{}, EXPERTS], ids=["dense", "moe"])
 @pytest.mark.parametrize("padding", [False, True])
 def test_every_layer_kind_gives_the_same_bits_without_and_with_grad(experts, padding):
-    config = make_config(**experts)
+    config = mixer_config(**experts)
     ctx, streams = make_context(config, padding), make_streams(config)
     for layer in make_layers(config):
         with torch.no_grad():
@@ -89,7 +78,7 @@ def test_every_layer_kind_gives_the_same_bits_without_and_with_grad(experts, pad
 @pytest.mark.parametrize("blend", [1.0, 0.5])
 @pytest.mark.parametrize("experts", [{}, EXPERTS], ids=["dense", "moe"])
 def test_the_stack_of_real_layers_is_rebuilt_exactly_with_the_gradients_of_autograd(experts, blend, dtype):
-    config = make_config(blends=[blend] * LAYERS, **experts)
+    config = mixer_config(blends=[blend] * LAYERS, **experts)
     layers = [layer.to(dtype) for layer in make_layers(config)]
     ctx, report = make_context(config, padding=True), ReversibilityReport(check_every_layer=True)
     out, aux, grads = run_stack(layers, config, ctx, report=report)
@@ -104,7 +93,7 @@ def test_the_stack_of_real_layers_is_rebuilt_exactly_with_the_gradients_of_autog
 
 
 def test_gradients_under_autocast_equal_those_of_autograd():
-    config = make_config(**EXPERTS)
+    config = mixer_config(**EXPERTS)
     layers, ctx, grads = make_layers(config), make_context(config), {}
     for backend in ("reversible", "stored"):
         streams = make_streams(config).requires_grad_()
@@ -120,14 +109,14 @@ def test_gradients_under_autocast_equal_those_of_autograd():
 
 
 def test_every_parameter_is_trained():
-    config = make_config(**EXPERTS)
+    config = mixer_config(**EXPERTS)
     _, _, grads = run_stack(make_layers(config), config, make_context(config))
     assert [name for name, grad in grads.items() if grad is None or not grad.any()] == []
 
 
 @pytest.mark.parametrize("backend", ["reversible", "stored", "checkpointed"])
 def test_statistics_count_each_token_once_per_training_forward(backend):
-    config = make_config(**EXPERTS)
+    config = mixer_config(**EXPERTS)
     layers = make_layers(config)
     run_stack(layers, config, make_context(config, padding=True, record_statistics=True), backend=backend)
     picks = (B * T - 5) * config.num_experts_per_tok

@@ -6,7 +6,8 @@ import torch
 from lightninglm.modeling.experts import Experts, shard_experts
 from lightninglm.modeling.moe import build_experts
 from lightninglm.modeling.quantized_experts import QuantizedExperts, quantize_experts
-from tests.modeling.moe_configs import F, H, moe_config, quantized_config
+from tests.modeling.mixers import H
+from tests.modeling.moe_configs import F, moe_config, quantized_config
 
 COUNTS = {
     "mixed": [3, 0, 7, 1, 0, 12, 5, 4],

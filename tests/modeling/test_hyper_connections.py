@@ -4,16 +4,15 @@ import pytest
 import torch
 from torch import nn
 
-from lightninglm.modeling.configuration_lightninglm import LightningLMConfig
 from lightninglm.modeling.hyper_connections import HyperConnection, ProjectStreams, Sinkhorn, sinkhorn_naive
+from tests.modeling.mixers import H, mixer_config
 
-B, T, N, H = 2, 5, 4, 16
+B, T, N = 2, 5, 4
 
 
 def make_connection(seed=0, **changes):
     torch.manual_seed(seed)
-    sizes = {"hidden_size": H, "linear_num_heads": 2, "linear_head_dim": 8, "num_attention_heads": 2, "head_dim": 8}
-    return HyperConnection(LightningLMConfig(vocab_size=32, num_hidden_layers=4, **sizes, **changes))
+    return HyperConnection(mixer_config(**changes))
 
 
 def make_scattered_connection():

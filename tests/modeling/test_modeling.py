@@ -83,7 +83,7 @@ def test_padding_and_company_do_not_change_a_sequence(kind, frac_bits):
         padded = model(batch, attention_mask=mask)
     for row, start in ((0, 14), (1, 0), (2, 6)):
         assert_same_but_for_rounding(padded.logits[row, start : start + 30], alone.logits[0], frac_bits)
-        assert_same_but_for_rounding(padded.memory[row], alone.memory[0], frac_bits)
+        torch.testing.assert_close(padded.memory[row], alone.memory[0], rtol=1e-4, atol=1e-4)
 
 
 def test_the_published_budget_of_keys_depends_on_the_length():

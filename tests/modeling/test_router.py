@@ -6,7 +6,8 @@ import torch
 from lightninglm.modeling.layer_context import LayerContext
 from lightninglm.modeling.moe import MoEBlock
 from lightninglm.modeling.router import FlatRouter, GroupedRouter, build_router, top_k
-from tests.modeling.moe_configs import H, grouped_config, moe_config
+from tests.modeling.mixers import H
+from tests.modeling.moe_configs import grouped_config, moe_config
 
 
 def softmax_config(**changes):

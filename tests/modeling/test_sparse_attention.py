@@ -8,7 +8,16 @@ import torch
 
 from lightninglm.modeling import sparse_attention
 from lightninglm.modeling.sparse_attention import GatedSparseAttention, key_budget, naive_select_keys, select_keys
-from tests.modeling.mixers import context, hidden, in_pieces, mixer_config, randomized
+from tests.modeling.mixers import (
+    assert_equals_definition,
+    context,
+    frequencies,
+    hidden,
+    in_pieces,
+    mixer_config,
+    randomized,
+    rotated,
+)
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -28,57 +37,60 @@ def aux_loss(mixer, config, x, keep=None, documents=None):
     return mixer(x, context(config, *x.shape[:2], keep, documents))[1]
 
 
-def by_definition(mixer, config, x):
-    """docs/model.md, "Gated sparse attention", in fp64 for one row [T, H]: outputs, loss, budgets, variances."""
-    p = {name: tensor.double() for name, tensor in mixer.state_dict().items()}
+def by_definition(p, config, x):
+    """docs/model.md, "Gated sparse attention", in fp64 for one row of real tokens [T, H]."""
+    y, loss, _, _ = in_detail(p, config, x)
+    return y, loss
+
+
+def in_detail(p, config, x):
+    """The same with the number of kept keys and the variance of every query."""
     length, heads, dim, sinks = len(x), 2, 16, config.sparse_sink_keys
     q, k, v = (x @ p[f"{name}_proj.weight"].T for name in "qkv")
     v = v * (x @ p["gv_proj.weight"].T).sigmoid()
     q, k, v = (tensor.view(length, heads, dim) for tensor in (q, k, v))
-    angles = torch.arange(length).double()[:, None] * 100_000.0 ** (-torch.arange(0, dim, 2).double() / dim)
-    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-    q, k = (
-        torch.stack([y[..., 0::2] * cos - y[..., 1::2] * sin, y[..., 0::2] * sin + y[..., 1::2] * cos], -1).flatten(-2)
-        for y in (q, k)
-    )
-    index_q = (x @ p["indexer.q_proj.weight"].T).view(length, 3, 8)
-    index_k, index_w = x @ p["indexer.k_proj.weight"].T, (x @ p["indexer.w_proj.weight"].T).sigmoid()
-    outputs, losses, budgets, variances = torch.zeros(length, heads, dim).double(), [], [], []
+    q, k = (rotated(tensor, frequencies(config, dim)) for tensor in (q, k))
+    index_q = (x.detach() @ p["indexer.q_proj.weight"].T).view(length, 3, 8)
+    index_k, index_w = (x.detach() @ p[f"indexer.{name}_proj.weight"].T for name in "kw")
+    outputs, losses, budgets, variances = [], [], [], []
     for t in range(length):
-        c = torch.stack([
-            sum(index_w[t, i] * (index_q[t, i] @ index_k[s] / math.sqrt(8) + p["indexer.gate_bias"][i]).sigmoid()
-                for i in range(3))
-            for s in range(t + 1)
-        ])  # fmt: skip
-        variance = c.var(unbiased=False)
+        gates = (index_q[t] @ index_k[: t + 1].T / math.sqrt(8) + p["indexer.gate_bias"][:, None]).sigmoid()
+        c = (index_w[t].sigmoid()[:, None] * gates).sum(0)
+        ranked = c.detach().bfloat16().double() if config.sparse_score_dtype == "bfloat16" else c.detach()
+        slots = torch.cat([ranked, ranked.new_zeros(length - t - 1)])
+        variance = (slots if config.sparse_variance == "zero_filled" else ranked).var(unbiased=False)
         budget = math.floor(config.sparse_key_budget * variance / max(p["variance_ema"], 1e-6))
         budget = min(t + 1, max(1, min(max(budget, config.sparse_min_keys), config.sparse_max_keys)))
-        order = sorted(range(t + 1), key=lambda s: (s >= sinks, -c[s].item() if s >= sinks else 0, s))
+        order = sorted(range(t + 1), key=lambda s: (s >= sinks, -ranked[s].item() if s >= sinks else 0, s))
         kept = sorted(order[:budget])
         attention = (k[kept] * q[t]).sum(-1).div(math.sqrt(dim)).softmax(0)  # [kept, heads]
-        outputs[t] = (attention.unsqueeze(-1) * v[kept]).sum(0)
+        outputs.append((attention.unsqueeze(-1) * v[kept]).sum(0))
         taught = [n for n, s in enumerate(kept) if s >= sinks]
         if len(taught) >= 2:
-            target = attention[taught].mean(1)
+            target = attention[taught].detach().mean(1)
             target = target / target.sum()
             guess = (4 * c[[kept[n] for n in taught]]).softmax(0)
             losses.append((target * (target / guess).log()).sum())
         budgets.append(budget)
         variances.append(variance)
-    y = (outputs.flatten(-2) * (x @ p["go_proj.weight"].T).sigmoid()) @ p["o_proj.weight"].T
-    return y, torch.stack(losses).mean(), budgets, torch.stack(variances)
+    y = (torch.stack(outputs).flatten(-2) * (x @ p["go_proj.weight"].T).sigmoid()) @ p["o_proj.weight"].T
+    loss = config.indexer_kl_weight * torch.stack(losses).mean() if config.indexer_kl_weight else None
+    return y, loss, budgets, torch.stack(variances)
 
 
+def exact(mixer):
+    return {name: tensor.double() for name, tensor in mixer.state_dict().items()}
+
+
+@pytest.mark.parametrize("mode", ["default", "published"])
 @pytest.mark.parametrize("backend", ["torch", "naive"])
-def test_equals_the_specification(backend, monkeypatch):
+def test_values_and_gradients_equal_the_specification(backend, mode, monkeypatch):
     monkeypatch.setattr(sparse_attention, "BLOCK_LENGTH", 16)
-    config, mixer = make(attention_backend=backend)
+    config, mixer = make(attention_backend=backend, mode=mode)
     x = hidden(1, 50)
-    expected, loss, budgets, _ = by_definition(mixer, config, x[0].double())
+    budgets = in_detail(exact(mixer), config, x[0].double())[2]
     assert len(set(budgets)) > 5  # the test means something only if the budget varies
-    y, aux = mixer(x, context(config, 1, 50))
-    torch.testing.assert_close(y[0].double(), expected, **CLOSE)
-    torch.testing.assert_close(aux.double(), config.indexer_kl_weight * loss, **CLOSE)
+    assert_equals_definition(mixer, config, x, by_definition)
 
 
 @pytest.mark.parametrize("block_length", [7, 128])
@@ -348,7 +360,7 @@ def test_variance_ema_moves_once_per_step_from_global_sums():
     mixer.after_optimizer_step(update=False)
     assert mixer.variance_ema == 1 and not mixer.statistics()[0].any()
 
-    variances = torch.cat([by_definition(mixer, config, row)[3] for row in x.double()])
+    variances = torch.cat([in_detail(exact(mixer), config, row)[3] for row in x.double()])
     for rows in (slice(0, 1), slice(1, 2)):
         mixer(
             x[rows],
