@@ -102,7 +102,7 @@ class _WeightedSum(torch.autograd.Function):
         picks = ctx.picks
         grad_y = grad_weights = None
         if ctx.needs_input_grad[0]:
-            scale_R = weights_TK.flatten().index_select(0, picks.order).to(grad_TH.dtype)  # fp64 would be slow here
+            scale_R = weights_TK.flatten().index_select(0, picks.order)
             grad_y = grad_TH.index_select(0, picks.order // weights_TK.shape[1]).mul_(scale_R[:, None]).to(y_RH.dtype)
         if ctx.needs_input_grad[1]:
             grad_weights = torch.zeros_like(weights_TK)
