@@ -273,7 +273,7 @@ def _check_range(stack: _Stack, extremes: list[torch.Tensor]) -> None:
     """
     Raises unless every state fits int32 for sure: max |q| + max |increment| is bounded before any cast counts.
 
-    This is the one place where the host waits for the device.
+    The host waits for the device here and in `_check_reconstruction`, at the end of a pass, and nowhere else.
     """
     unit = 2.0**-stack.frac_bits
     limit = 2.0 ** (31 - stack.frac_bits)
