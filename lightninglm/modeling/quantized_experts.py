@@ -125,7 +125,7 @@ def quantize_expert(
         weights: the dense weight [out, in] of each projection, by name; a subset is allowed.
         shared: the layer's tensors of `shared_tensors`.
         layer_idx, expert: whose weights these are; with config.expert_quantization["seed"] they seed B.
-        residual_init: start A B at the best rank-r approximation of the quantization error instead (LoftQ's start).
+        residual_init: start A B at the best rank-r approximation of the quantization error instead, as LoftQ does.
     Returns:
         (the expert's tensors, e.g. "gate_proj.codes", "gate_proj.scales", "gate_proj.A", "gate_proj.B";
         the signal-to-noise ratio of each projection's base in dB).
@@ -155,10 +155,14 @@ def quantize_expert(
 
 
 def _residual_adapters(error: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A [out, r] and B [r, in] whose product is the closest matrix of rank r, the singular values split evenly."""
+    """
+    A [out, r] and B [r, in] whose product is the closest matrix of rank r.
+
+    The singular values are in A alone: the rows of B have norm 1, as those of a fresh B have on average, so that A goes
+    on at a fresh adapter's rate. Split evenly, small values would slow both down, and a zero would end them.
+    """
     u, s, vh = torch.linalg.svd(error, full_matrices=False)
-    root = s[:rank].sqrt()
-    return u[:, :rank] * root, root[:, None] * vh[:rank]
+    return u[:, :rank] * s[:rank], vh[:rank]
 
 
 def merge_expert(

@@ -156,6 +156,20 @@ def test_merging_keeps_the_function_and_the_next_step_keeps_the_merge(kind, tole
         assert relative(after, merged) < 1e-6
 
 
+def test_merged_adapters_go_on_at_the_rate_of_fresh_ones():
+    """The gradient of A is as large as B: its rows keep the norm that fresh ones have on average."""
+
+    def run(rank, world_size):
+        engine = build(world_size)
+        loss_after(engine, 2)
+        merge_adapters(engine)
+        _, experts = next(quantized_layers(engine.module))
+        return [getattr(experts, name).B.norm(dim=-1)[: experts.expert_count] for name in PROJECTIONS]
+
+    for norms in run_ranks(run, 2)[0]:
+        torch.testing.assert_close(norms, torch.ones_like(norms))
+
+
 def test_a_stale_master_copy_undoes_the_merge():
     """What the merge must not forget: with the old master copies, one step later the old adapters act twice."""
 
