@@ -6,9 +6,12 @@ What each way to grow costs: jump of the held-out loss at growth, loss after equ
 One process, a small model with every module but the second-token head, on the tiny corpus. Per seed a dense parent is
 trained; it grows into mixtures of experts and deeper ones by every strategy, and the exact mixture, trained on, grows
 into many experts. All children of a parent read the same tokens in the same order, at the parent's last learning rate,
-new tensors warmed up and ramps followed as in training (lightninglm/training). "none" is the parent trained on. A model
-whose moments were dropped starts with a fresh Adam. Losses are means over domains of held-out nats per token.
+new tensors warmed up and ramps followed as in training (lightninglm/training). "none" is the parent trained on, "none,
+other order" the same on other tokens: what separates these two is the noise of a trajectory. A model whose moments
+were dropped starts with a fresh Adam. Losses are means over domains of held-out nats per token. With --json, what is
+done is written after every child, and a study that was stopped goes on from there.
 
+most above parent: largest held-out loss above that of "none" at the same step, in the first 200 steps.
 dead: share of routed experts with less than a tenth of the uniform load over the last 20 steps (mean over layers).
 parted: mean distance of a clone's gate matrix from the mean of its siblings', over the norm of that mean.
 """
@@ -16,10 +19,11 @@ parted: mean distance of a clone's gate matrix from the mean of its siblings', o
 import argparse
 import json
 import math
+import shutil
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import matplotlib
@@ -49,12 +53,14 @@ CONFIG = {
     "linear_num_heads": 2, "linear_head_dim": 16, "num_attention_heads": 2, "head_dim": 16, "indexer_num_heads": 2,
     "indexer_head_dim": 8, "sparse_key_budget": 16, "sparse_min_keys": 8, "sparse_max_keys": 32,
     "intermediate_size": 96, "moe_intermediate_size": 48, "num_nextn_predict_layers": 0,
+    "stack_backend": "stored",  # the same gradients, bit for bit, as the reversible backend
 }  # fmt: skip
 VOCABULARY, LENGTH, BATCH = 1024, 64, 8
 LEARNING_RATE, BETAS, EPS, CLIP = 4e-3, (0.9, 0.95), 1e-10, 1.0
 DOWN_TO = 0.5  # of the learning rate, at the end of the dense parent
 HELDOUT_SEQUENCES = 16  # per domain
 LOAD_STEPS = 20
+OTHER_ORDER = 1000  # added to the seed of the order
 EXPERTS, MANY_EXPERTS = 4, 16
 MOE, MANY = {"num_experts": EXPERTS}, {"num_experts": MANY_EXPERTS}
 DEEPER = {"source_layers": [0, 1, 2, 3, 0, 1, 0, 1, 2, 3]}
@@ -62,23 +68,25 @@ DEEPER = {"source_layers": [0, 1, 2, 3, 0, 1, 0, 1, 2, 3]}
 
 @dataclass(frozen=True)
 class Branch:
-    """One way to grow, and what it is called."""
+    """One way to grow, and what it is called. parent: "dense", or "mixture", the exact one trained on."""
 
     step: str
     name: str
+    parent: str = "dense"
     operator: str | None = None
     options: dict | None = None
     moments: bool = True
+    other_order: bool = False
 
 
 def branches(quick: bool) -> list[Branch]:
     """All children, those of one parent together; a quick study leaves out some baselines."""
 
-    def ways(step, operator, options, strategies):
+    def ways(step, parent, operator, options, strategies):
         for name, more in strategies:
-            yield Branch(step, name, operator, {**options, **more})
-        for name, more in strategies[:2]:  # exact and paper
-            yield Branch(step, f"{name}, moments dropped", operator, {**options, **more}, moments=False)
+            yield Branch(step, name, parent, operator, {**options, **more})
+        for name, more in (strategies[0], next(s for s in strategies if s[0] == "paper")):
+            yield Branch(step, f"{name}, moments dropped", parent, operator, {**options, **more}, moments=False)
 
     def named(*names):
         return [(name, {"strategy": name}) for name in names]
@@ -86,16 +94,18 @@ def branches(quick: bool) -> list[Branch]:
     to_moe = named("exact", "paper") if quick else named(
         "exact", "paper", "scaled_halves", "clones", "drop_upcycling", "random"
     )  # fmt: skip
+    ramps = [(f"exact, ramp of {steps} steps", {"ramp_steps": steps}) for steps in ((50,) if quick else (200, 50))]
     stack = ("stack", {"strategy": "stack", "source_layers": [0, 1, 2, 3] * 2})
-    deeper = named("exact", "paper") + ([] if quick else [stack])
+    deeper = ramps + named("paper") + ([] if quick else [stack])
     to_many = named("exact", "paper", "duplicate") + ([] if quick else [("exact, noise 0.05", {"noise": 0.05})])
     return [
-        Branch("dense to MoE", "none"),
-        *ways("dense to MoE", "dense_to_moe", MOE, to_moe),
-        Branch("deeper", "none"),
-        *ways("deeper", "deepen", DEEPER, deeper),
-        Branch("more experts", "none"),
-        *ways("more experts", "multiply_experts", MANY, to_many),
+        Branch("dense", "none"),
+        Branch("dense", "none, other order", other_order=True),
+        *ways("dense to MoE", "dense", "dense_to_moe", MOE, to_moe),
+        *ways("4 to 10 layers", "dense", "deepen", DEEPER, deeper),
+        Branch("4 experts", "none", "mixture"),
+        Branch("4 experts", "none, other order", "mixture", other_order=True),
+        *ways("4 to 16 experts", "mixture", "multiply_experts", MANY, to_many),
     ]
 
 
@@ -103,7 +113,6 @@ def branches(quick: bool) -> list[Branch]:
 class Study:
     """How long everything trains, in steps, and where the loss is measured."""
 
-    seeds: int
     parent_steps: int
     moe_steps: int
     steps: int
@@ -111,12 +120,12 @@ class Study:
     reported: tuple[int, ...]
 
 
-FULL = Study(3, 800, 200, 600, (0, 10, 25, 50, 100, 150, 200, 300, 400, 500, 600), (10, 50, 200, 600))
-QUICK = Study(1, 150, 40, 40, (0, 10, 40), (10, 40))
+FULL = Study(800, 200, 600, (*range(0, 200, 10), *range(200, 601, 50)), (10, 50, 200, 600))
+QUICK = Study(150, 40, 40, (0, 10, 40), (10, 40))
 
 
 class Text:
-    """The tiny corpus in memory: batch(k) gives the token ids of step k, the same for all who ask."""
+    """The tiny corpus in memory: batch(k) gives the token ids of step k in the order of a seed."""
 
     def __init__(self, folder: Path, seed: int):
         self.data = PackedData(folder, LENGTH)
@@ -147,7 +156,7 @@ def train(model, folder: Path | None, text: Text, first: int, steps: int, measur
     new, ramp = set(state["new_tensors"]["names"]), state["ramps"].get("step_size")
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     groups = [{"params": [p for n, p in parameters.items() if (n in new) == fresh], "new": fresh} for fresh in (0, 1)]
-    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=0.0, fused=True)
     if folder is not None:
         load_optimizer(optimizer, model, folder)
     losses, history, loads = {}, [], []
@@ -227,48 +236,50 @@ def parted(model, clones: int, grouped: bool) -> float:
     return statistics.mean(distances)
 
 
-def run_seed(study: Study, ways: list[Branch], text: Text, scratch: Path, seed: int, say) -> list[dict]:
-    """Trains the parents of one seed and all of their children; one row per child."""
+def train_parents(study: Study, text: Text, scratch: Path, seed: int) -> dict[str, tuple[Path, int]]:
+    """The parents of one seed: {name: (checkpoint, steps of text it has read)}."""
     torch.manual_seed(seed)
     tokens = tokens_sha256(token_bytes(text.data.folder / "tokenizer" / "tokenizer.json"))
     config = LightningLMConfig(**CONFIG, vocab_size=text.data.tokenizer.vocab_size, tokenizer_sha256=tokens)
     dense = LightningLMForCausalLM(config)
     dense.load_token_bytes(text.data.folder / "tokenizer")
+    cosine = argparse.Namespace(
+        kind="cosine", warmup_steps=20, warmup_from=0.0, stable_fraction=0.0, final_ratio=DOWN_TO
+    )
 
-    def cosine(step):
-        warmup = argparse.Namespace(
-            kind="cosine", warmup_steps=20, warmup_from=0.0, stable_fraction=0.0, final_ratio=DOWN_TO
-        )
-        return learning_rate_factor(step, study.parent_steps, warmup)
-
-    trained = train(dense, None, text, 0, study.parent_steps, schedule=cosine)
-    parent = save(dense, trained["optimizer"], scratch / "dense", text, study.parent_steps, seed)
+    first = study.parent_steps
+    trained = train(
+        dense, None, text, 0, first, schedule=lambda step: learning_rate_factor(step, study.parent_steps, cosine)
+    )
+    parent = save(dense, trained["optimizer"], scratch / "dense", text, first, seed)
     grow(parent, scratch / "moe", "dense_to_moe", MOE, stage="study", seed=seed, progress=False)
     moe = load_model(scratch / "moe")
-    first = study.parent_steps
     trained = train(moe, scratch / "moe", text, first, study.moe_steps)
     steps = first + study.moe_steps
-    mixture = save(moe, trained["optimizer"], scratch / "mixture", text, steps, seed)
+    return {
+        "dense": (parent, first),
+        "mixture": (save(moe, trained["optimizer"], scratch / "mixture", text, steps, seed), steps),
+    }
 
-    rows = []
-    for i, way in enumerate(ways):
-        source, start = (mixture, steps) if way.step == "more experts" else (parent, first)
-        folder = source
-        if way.operator is not None:
-            folder = scratch / f"child-{i}"
-            settings = {"stage": "study", "seed": seed, "moments": way.moments, "progress": False}
-            grow(source, folder, way.operator, way.options, **settings)
-        model, before = load_model(folder), load_model(source)
-        base = statistics.mean(heldout_loss(before, text.heldout, micro_batch=32).values())
-        result = train(model, folder, text, start, study.steps, study.measured)
-        row = {"seed": seed, "step": way.step, "way": way.name, "jump": result["losses"][0] - base}
-        row |= {"losses": result["losses"], "train": result["train"], "dead": result["dead"], "parted": None}
-        if way.operator == "multiply_experts":
-            grouped = model.config.router_layout == "grouped"
-            row["parted"] = parted(model, MANY_EXPERTS // EXPERTS, grouped)
-        rows.append(row)
-        say(f"seed {seed}: {way.step}, {way.name}: jump {row['jump']:+.4f}, loss {result['losses'][study.steps]:.4f}")
-    return rows
+
+def run_branch(study: Study, way: Branch, parent: Path, start: int, text: Text, scratch: Path, seed: int) -> dict:
+    """Grows a parent and trains the child on, from step `start` of the text."""
+    folder = parent
+    if way.operator is not None:
+        folder = scratch / "child"
+        settings = {"stage": "study", "seed": seed, "moments": way.moments, "progress": False}
+        grow(parent, folder, way.operator, way.options, **settings)
+    base = statistics.mean(heldout_loss(load_model(parent), text.heldout, micro_batch=32).values())
+    model = load_model(folder)
+    result = train(model, folder, text, start, study.steps, study.measured)
+    row = {"seed": seed, "step": way.step, "way": way.name, "parent": way.parent}
+    row |= {"jump": result["losses"][0] - base, "losses": result["losses"], "train": result["train"]}
+    row |= {"dead": result["dead"], "parted": None}
+    if way.operator == "multiply_experts":
+        row["parted"] = parted(model, MANY_EXPERTS // EXPERTS, model.config.router_layout == "grouped")
+    if way.operator is not None:
+        shutil.rmtree(folder)
+    return row
 
 
 def summarize(study: Study, ways: list[Branch], rows: list[dict]) -> list[dict]:
@@ -278,9 +289,9 @@ def summarize(study: Study, ways: list[Branch], rows: list[dict]) -> list[dict]:
         mine = [row for row in rows if (row["step"], row["way"]) == (way.step, way.name)]
         figures = {"jump": [row["jump"] for row in mine]}
         figures |= {f"loss_{step}": [row["losses"][step] for row in mine] for step in study.reported}
-        rest = {(row["step"], row["seed"]): row["losses"] for row in rows if row["way"] == "none"}
+        rest = {(row["parent"], row["seed"]): row["losses"] for row in rows if row["way"] == "none"}
         excess = [
-            max(row["losses"][s] - rest[way.step, row["seed"]][s] for s in row["losses"] if s <= 200) for row in mine
+            max(row["losses"][s] - rest[way.parent, row["seed"]][s] for s in row["losses"] if s <= 200) for row in mine
         ]
         figures["most_above_parent"] = excess
         for key in ("dead", "parted"):
@@ -308,16 +319,20 @@ def show(study: Study, table: list[dict]) -> None:
 
 def plot(ways: list[Branch], rows: list[dict], file: Path) -> None:
     """Held-out loss after growth less that of the parent trained on, mean and spread over the seeds."""
-    steps = list(dict.fromkeys(way.step for way in ways))
+    steps = list(dict.fromkeys(way.step for way in ways if way.operator is not None))
     figure, axes = pyplot.subplots(1, len(steps), figsize=(5 * len(steps), 4), layout="constrained")
     for axis, step in zip(axes, steps, strict=True):
-        rest = {row["seed"]: row["losses"] for row in rows if (row["step"], row["way"]) == (step, "none")}
-        for way in (way for way in ways if way.step == step and way.operator is not None):
-            mine = [row for row in rows if (row["step"], row["way"]) == (step, way.name)]
+        grown = [way for way in ways if way.step == step]
+        parent = grown[0].parent
+        rest = {row["seed"]: row["losses"] for row in rows if (row["parent"], row["way"]) == (parent, "none")}
+        for way in grown + [way for way in ways if way.other_order and way.parent == parent]:
+            mine = [row for row in rows if (row["step"], row["way"]) == (way.step, way.name)]
             measured = list(mine[0]["losses"])
             values = [[row["losses"][s] - rest[row["seed"]][s] for row in mine] for s in measured]
             mean = [statistics.mean(some) for some in values]
-            (line,) = axis.plot(measured, mean, "-" if way.moments else "--", label=way.name)
+            style = {"color": "gray", "linestyle": ":"} if way.other_order else {}
+            style |= {} if way.moments else {"linestyle": "--"}
+            (line,) = axis.plot(measured, mean, label=way.name, **style)
             axis.fill_between(
                 measured, list(map(min, values)), list(map(max, values)), color=line.get_color(), alpha=0.15
             )
@@ -330,27 +345,59 @@ def plot(ways: list[Branch], rows: list[dict], file: Path) -> None:
     figure.savefig(file, dpi=120)
 
 
+def read_rows(file: Path | None, settings: dict) -> list[dict]:
+    """Rows of an earlier, stopped study with the same settings but the number of seeds; none without FILE."""
+    if file is None or not file.exists():
+        return []
+    earlier = json.loads(file.read_text())
+    if earlier["settings"] != json.loads(json.dumps(settings)):
+        raise SystemExit(f"{file}: holds a study with other settings; give another file")
+    return [row | {"losses": {int(step): loss for step, loss in row["losses"].items()}} for row in earlier["rows"]]
+
+
+def write_json(file: Path, content: dict) -> None:
+    """Replaces the file at once, so that a killed study leaves its last state."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    temporary.replace(file)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="one seed, few steps, fewer baselines: minutes")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write machine, settings and all rows to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows to FILE; go on from it")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the loss curves into FILE (.png, .svg)")
     parser.add_argument("--seeds", type=int, metavar="N", help="seeds 0..N-1 (default 3, quick 1)")
     args = parser.parse_args()
     study, ways = QUICK if args.quick else FULL, branches(args.quick)
-    study = replace(study, seeds=args.seeds or study.seeds)
-    started, console, rows = time.monotonic(), Console(stderr=True), []
+    seeds = args.seeds or (1 if args.quick else 3)
+    started, console = time.monotonic(), Console(stderr=True, soft_wrap=True)
+    settings = {"study": asdict(study), "config": CONFIG, "tokens_per_step": LENGTH * BATCH}
+    rows = read_rows(args.json, settings)
 
     def say(text: str) -> None:
         console.print(f"[{time.monotonic() - started:5.0f} s] {text}", highlight=False, markup=False)
 
     with tempfile.TemporaryDirectory() as scratch:
         data = prepare({"kind": "tiny", "vocab_size": VOCABULARY}, Path(scratch) / "data", LENGTH)
-        say("data ready")
-        for seed in range(study.seeds):
+        for seed in range(seeds):
+            done = {(row["step"], row["way"]) for row in rows if row["seed"] == seed}
+            left = [way for way in ways if (way.step, way.name) not in done]
+            if not left:
+                continue
             folder = Path(scratch) / f"seed-{seed}"
             folder.mkdir()
-            rows += run_seed(study, ways, Text(data, seed), folder, seed, say)
+            text, other = Text(data, seed), Text(data, seed + OTHER_ORDER)
+            parents = train_parents(study, text, folder, seed)
+            say(f"seed {seed}: parents trained")
+            for way in left:
+                row = run_branch(study, way, *parents[way.parent], other if way.other_order else text, folder, seed)
+                rows.append(row)
+                last = row["losses"][study.steps]
+                say(f"seed {seed}: {way.step}, {way.name}: jump {row['jump']:+.4f}, loss {last:.4f}")
+                if args.json:
+                    write_json(args.json, {"machine": machine(), "settings": settings, "rows": rows})
     table = summarize(study, ways, rows)
     show(study, table)
     if any(not math.isfinite(loss) for row in rows for loss in row["losses"].values()):
@@ -358,9 +405,7 @@ def main() -> None:
     if args.plot:
         plot(ways, rows, args.plot)
     if args.json:
-        settings = {"study": study.__dict__, "config": CONFIG, "tokens_per_step": LENGTH * BATCH}
-        text = {"machine": machine(), "settings": settings, "summary": table, "rows": rows}
-        args.json.write_text(json.dumps(text, indent=1) + "\n")
+        write_json(args.json, {"machine": machine(), "settings": settings, "summary": table, "rows": rows})
 
 
 if __name__ == "__main__":
