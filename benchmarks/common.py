@@ -89,8 +89,15 @@ def report(
         goals.add_row(name, _text(value), f"{'<=' if lower else '>='} {goal_value:g}", "yes" if met else "no")
     console.print(goals)
     if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps({"machine": about, "rows": rows, "targets": targets}, indent=2) + "\n")
+        write_json(json_file, {"machine": about, "rows": rows, "targets": targets})
+
+
+def write_json(file: Path, content: dict) -> None:
+    """Replaces the file at once, so that a benchmark that is killed leaves its last state."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    temporary.replace(file)
 
 
 def _text(value: object) -> str:

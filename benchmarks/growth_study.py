@@ -28,7 +28,7 @@ from pathlib import Path
 
 import matplotlib
 import torch
-from common import machine
+from common import machine, write_json
 from rich.console import Console
 from rich.table import Table
 
@@ -353,14 +353,6 @@ def read_rows(file: Path | None, settings: dict) -> list[dict]:
     if earlier["settings"] != json.loads(json.dumps(settings)):
         raise SystemExit(f"{file}: holds a study with other settings; give another file")
     return [row | {"losses": {int(step): loss for step, loss in row["losses"].items()}} for row in earlier["rows"]]
-
-
-def write_json(file: Path, content: dict) -> None:
-    """Replaces the file at once, so that a killed study leaves its last state."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
-    temporary.replace(file)
 
 
 def main() -> None:

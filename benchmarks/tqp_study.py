@@ -5,27 +5,32 @@ What training quantized experts with adapters gives up against training the expe
 
 Per seed a small mixture of experts is trained on the tiny corpus. From its weights every way trains for the same steps,
 on the same tokens, everything but the experts alike (fresh Adam, constant learning rate after a warm-up; adapters at
-three times the rate), on one rank of the real engine. Losses are means over domains of held-out nats per token.
+three times the rate), on one rank of the real engine. Losses are means over domains of held-out nats per token. With
+--json, what is done is written after every way, and a study that was stopped goes on from there.
 
 - full: the experts themselves are trained in fp32.
 - int8, int4 at rank r: the base is frozen and quantized, adapters are trained.
+- other seed: the same with another rotation of the base and other random adapters: how far it ends from the first
+  is the noise of a run.
 - detached base: no gradient through the frozen base to what lies below, as in the published code.
 - merging: the adapters are merged into their base at an interval and start anew.
 - merging, stale master copies: the same with the rewrite forgotten in the optimizer's fp32 master copies.
 """
 
 import argparse
+import json
 import math
 import statistics
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from unittest.mock import patch
 
 import matplotlib
 import torch
-from common import report, target
+from common import machine, report, target, write_json
 
 from lightninglm.data.loader import PackedData
 from lightninglm.data.order import GlobalOrder
@@ -50,10 +55,12 @@ CONFIG = {
     "linear_num_heads": 4, "linear_head_dim": 16, "num_attention_heads": 4, "head_dim": 16, "indexer_num_heads": 2,
     "indexer_head_dim": 8, "sparse_key_budget": 16, "sparse_min_keys": 8, "sparse_max_keys": 32,
     "intermediate_size": 64, "moe_intermediate_size": 64, "num_experts": 8,
+    "stack_backend": "stored",  # the same gradients, bit for bit, as the reversible backend
 }  # fmt: skip
 VOCABULARY, LENGTH, BATCH = 1024, 64, 8
 LEARNING_RATE, WARMUP_STEPS, ADAPTERS_FACTOR = 3e-3, 10, 3.0
 HELDOUT_SEQUENCES = 16  # per domain
+OTHER_SEED = 1000  # added to the seed of rotation and adapters
 ZERO1 = Path(__file__).parents[1] / "ds_configs" / "zero1.json"
 
 
@@ -67,6 +74,7 @@ class Way:
     detached: bool = False
     merge: bool = False
     stale: bool = False
+    other_seed: bool = False
 
 
 WAYS = (
@@ -75,6 +83,7 @@ WAYS = (
     *(Way(f"{kind}, rank 16, detached base", kind, detached=True) for kind in ("int8", "int4")),
     *(Way(f"{kind}, rank 16, merging", kind, merge=True) for kind in ("int8", "int4")),
     Way("int8, rank 16, merging, stale master copies", "int8", merge=True, stale=True),
+    *(Way(f"{kind}, rank 16, other seed", kind, other_seed=True) for kind in ("int8", "int4")),
 )
 
 
@@ -82,15 +91,14 @@ WAYS = (
 class Study:
     """Steps of the parent and of every way, between merges and between measurements."""
 
-    seeds: int
     parent_steps: int
     steps: int
     merge_every: int
     measure_every: int
 
 
-FULL = Study(2, 800, 500, 50, 50)
-QUICK = Study(1, 100, 40, 10, 40)
+FULL = Study(800, 500, 50, 50)
+QUICK = Study(100, 40, 10, 40)
 
 
 class Text:
@@ -151,7 +159,8 @@ def child(parent: LightningLMForCausalLM, way: Way, text: Text, seed: int) -> Li
     quantization = None
     if way.kind is not None:
         quantization = {
-            "kind": way.kind, "group_size": 32, "rank": way.rank, "seed": seed, "scale_dtype": "float32",
+            "kind": way.kind, "group_size": 32, "rank": way.rank, "scale_dtype": "float32",
+            "seed": seed + (OTHER_SEED if way.other_seed else 0),
         }  # fmt: skip
     config = LightningLMConfig.from_dict({**parent.config.to_dict(), "expert_quantization": quantization})
     model = LightningLMForCausalLM(config)
@@ -182,19 +191,21 @@ def errors(way: Way) -> ExitStack:
     return stack
 
 
-def run_seed(study: Study, folder: Path, seed: int) -> dict[str, dict[int, float]]:
-    """{way: {step: loss}} of one seed."""
+def run_seed(study: Study, folder: Path, seed: int, curves: dict[str, dict[int, float]], save: Callable) -> None:
+    """Adds {way: {step: loss}} of one seed to `curves`, what is missing in it, and saves after every way."""
+    ways = [way for way in WAYS if way.name not in curves]
+    if not ways:
+        return
     text = Text(folder, seed)
     parent = LightningLMForCausalLM(LightningLMConfig(vocab_size=text.data.tokenizer.vocab_size, **CONFIG))
     initialize_model(parent, seed)
     parent.load_token_bytes(folder / "tokenizer")
     train(parent, text, 0, study.parent_steps, study, WAYS[0])
-    curves = {}
-    for way in WAYS:
+    for way in ways:
         with errors(way):
             curves[way.name] = train(child(parent, way, text, seed), text, study.parent_steps, study.steps, study, way)
+        save()
         print(f"seed {seed}, {way.name}: {list(curves[way.name].values())[-1]:.4f}", flush=True)
-    return curves
 
 
 def plot(curves: list[dict[str, dict[int, float]]], file: Path) -> None:
@@ -213,22 +224,51 @@ def plot(curves: list[dict[str, dict[int, float]]], file: Path) -> None:
     figure.savefig(file, dpi=150)
 
 
+def read_curves(file: Path | None, settings: dict) -> list[dict[str, dict[int, float]]]:
+    """Per seed the curves of an earlier, stopped study with the same settings; none without FILE."""
+    if file is None or not file.exists():
+        return []
+    earlier = json.loads(file.read_text())
+    if earlier["settings"] != json.loads(json.dumps(settings)):
+        raise SystemExit(f"{file}: holds a study with other settings; give another file")
+    return [
+        {way: {int(step): loss for step, loss in curve.items()} for way, curve in seed.items()}
+        for seed in earlier["curves"]
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.strip().splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one seed and few steps, a few minutes")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write machine, rows and targets to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all curves to FILE; go on from it")
+    parser.add_argument("--seeds", type=int, default=2, metavar="N", help="seeds 0..N-1 (default 2, quick 1)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write the curves to FILE (PNG)")
     arguments = parser.parse_args()
-    study = QUICK if arguments.quick else FULL
+    study, seeds = (QUICK, 1) if arguments.quick else (FULL, arguments.seeds)
+    settings = {"study": asdict(study), "config": CONFIG, "tokens_per_step": LENGTH * BATCH}
+    curves = read_curves(arguments.json, settings)
+    curves += [{} for _ in range(seeds - len(curves))]
+
+    def save() -> None:
+        if arguments.json:
+            write_json(arguments.json, {"machine": machine(), "settings": settings, "curves": curves})
+
     init_distributed()
     with tempfile.TemporaryDirectory() as scratch:
         folder = prepare({"kind": "tiny", "vocab_size": VOCABULARY}, Path(scratch) / "data", LENGTH)
-        curves = [run_seed(study, folder, seed) for seed in range(study.seeds)]
+        for seed in range(seeds):
+            run_seed(study, folder, seed, curves[seed], save)
     last = study.steps
 
     def final(way: str) -> float:
         """Mean over seeds; infinite when one diverged."""
         return statistics.mean(seed[way].get(last, math.inf) for seed in curves)
+
+    def noise(way: str) -> float:
+        """Largest distance over the seeds between two runs that differ in rotation and adapters only."""
+        return max(
+            abs(seed[way].get(last, math.inf) - seed[f"{way}, other seed"].get(last, math.inf)) for seed in curves
+        )
 
     rows = [
         {
@@ -236,13 +276,12 @@ def main() -> None:
             "start": f"{statistics.mean(seed[way.name][0] for seed in curves):.4f}",
             "end": f"{final(way.name):.4f}",
             "over_full": f"{final(way.name) - final('full'):+.4f}",
-            "curves": [seed[way.name] for seed in curves],
         }
         for way in WAYS
     ]
     int8, int4 = "int8, rank 16", "int4, rank 16"
     report(
-        f"held-out loss, {study.steps} steps, mean of {study.seeds} seed(s), merging every {study.merge_every}",
+        f"held-out loss, {study.steps} steps, mean of {len(curves)} seed(s), merging every {study.merge_every}",
         {"way": "experts", "start": "start", "end": "end", "over_full": "over full"},
         rows,
         {
@@ -253,11 +292,14 @@ def main() -> None:
                 final(f"{int4}, detached base") - final(int4), 0, "higher"
             ),
             "merging over never merging, int8": target(final(f"{int8}, merging") - final(int8), 0.02, "lower"),
+            "the same, over the noise of a run": target(
+                (final(f"{int8}, merging") - final(int8)) / max(noise(int8), noise(int4)), 1, "lower"
+            ),
             "stale master copies over merging": target(
                 final(f"{int8}, merging, stale master copies") - final(f"{int8}, merging"), 0.1, "higher"
             ),
         },
-        arguments.json,
+        None,
     )
     if arguments.plot:
         plot(curves, arguments.plot)
