@@ -60,6 +60,7 @@ LEARNING_RATE, BETAS, EPS, CLIP = 4e-3, (0.9, 0.95), 1e-10, 1.0
 DOWN_TO = 0.5  # of the learning rate, at the end of the dense parent
 HELDOUT_SEQUENCES = 16  # per domain
 LOAD_STEPS = 20
+HIGHEST_DRAWN = 0.12  # nats above the parent
 OTHER_ORDER = 1000  # added to the seed of the order
 EXPERTS, MANY_EXPERTS = 4, 16
 MOE, MANY = {"num_experts": EXPERTS}, {"num_experts": MANY_EXPERTS}
@@ -338,6 +339,7 @@ def plot(ways: list[Branch], rows: list[dict], file: Path) -> None:
             )
         axis.axhline(0, color="black", linewidth=0.8)
         axis.set(title=step, xlabel="steps after growth")
+        axis.set_ylim(top=min(axis.get_ylim()[1], HIGHEST_DRAWN))
         axis.legend(fontsize=7)
     axes[0].set_ylabel("held-out loss, less the parent's trained on (nats)")
     seeds = len({row["seed"] for row in rows})

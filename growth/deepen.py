@@ -40,7 +40,7 @@ class DeepenOptions(OperatorOptions):
     """
 
     source_layers: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-    ramp_steps: Annotated[int, Field(ge=1)] = 50
+    ramp_steps: Annotated[int, Field(ge=1)] = 200
     strategy: Literal["exact", "paper", "stack"] = "exact"
 
 

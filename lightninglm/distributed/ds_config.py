@@ -28,6 +28,17 @@ REFUSED = {
     "expert_parallel": "use `train.expert_parallel` of the recipe",
     "use_data_before_expert_parallelism": "expert-parallel ranks are consecutive ranks",
     "managed_gradient_accumulation": "the training loop relies on DeepSpeed counting the micro-batches",
+    "data_types.param_dtype": "use `train.dtype` of the recipe",
+    "data_types.buffer_dtype": "buffers keep their dtype, balance biases and scales are fp32",
+    "zero_optimization.elastic_checkpoint": "checkpoints are read on any number of ranks as they are",
+    **{
+        f"zero_optimization.{key}": "the state of the optimizer is not read or written in this layout"
+        for key in ("zero_hpz_partition_size", "mics_shard_size", "mics_hierarchical_params_gather", "zenflow")
+    },
+    **{
+        f"zero_optimization.{key}": "weights and gradients travel between ranks as they are"
+        for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+    },
 }
 """Keys that DeepSpeed knows and this project does not take, each with what to use instead."""
 
@@ -46,6 +57,13 @@ REQUIRED_BY_STAGE = {
         "stage3_param_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance",
     ),
 }  # fmt: skip
+
+OBJECTS = ("optimizer", "optimizer.params", "bf16", "data_types", "zero_optimization")
+FLAGS = (
+    "wall_clock_breakdown", "memory_breakdown", "dump_state", "disable_allgather", "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+)  # fmt: skip
+OF_STAGE_3 = ("stage3_", "offload_param", "sub_group_size")  # how keys that only stage 3 reads begin
 
 
 class DsConfigError(ValueError):
@@ -171,6 +189,8 @@ def _check_keys(config: dict[str, Any], section: str = "") -> None:
             raise DsConfigError(f"{dotted}: unknown key; {hint}")
         if isinstance(value, dict):
             _check_keys(config, dotted)
+        elif dotted in OBJECTS:
+            raise DsConfigError(f"{dotted} = {value!r}: must be an object")
     if not section:
         for dotted in REQUIRED:
             _get(config, dotted)
@@ -179,6 +199,9 @@ def _check_keys(config: dict[str, Any], section: str = "") -> None:
             raise DsConfigError(f"zero_optimization.stage = {stage!r}: must be 0, 1, 2 or 3")
         for key in REQUIRED_BY_STAGE[stage]:
             _get(config, f"zero_optimization.{key}")
+        unread = [key for key in config["zero_optimization"] if stage < 3 and key.startswith(OF_STAGE_3)]
+        if unread:
+            raise DsConfigError(f"zero_optimization.{unread[0]}: only stage 3 reads it, and this is stage {stage}")
 
 
 def _get(config: Mapping[str, Any], dotted: str) -> Any:
@@ -226,6 +249,7 @@ def _check_values(config: dict[str, Any], expert_parallel: int) -> None:
     clip, optimizer = config["gradient_clipping"], config["optimizer"]
     accumulators = ("fp32", "bf16") if bf16 else ("fp32",)
     rules = [
+        *((flag, type(config.get(flag, False)) is bool, "must be true or false") for flag in FLAGS),
         ("gradient_clipping", type(clip) in (int, float) and clip >= 0, "must be a number, 0 for no clipping"),
         (
             "zero_optimization.stage",
@@ -253,6 +277,24 @@ def _check_values(config: dict[str, Any], expert_parallel: int) -> None:
             "must be true, expert gradients need it",
         ),
         (
+            "prescale_gradients",
+            config.get("prescale_gradients", False) is False,
+            "must be false, gradients are averaged after they are summed",
+        ),
+        (
+            "gradient_predivide_factor",
+            config.get("gradient_predivide_factor", 1.0) == 1,
+            "must be 1.0, gradients are averaged after they are summed",
+        ),
+        *(
+            (
+                f"bf16.{key}",
+                config["bf16"].get(key, False) is False,
+                "must be false, master copies and moments are fp32",
+            )
+            for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states")
+        ),
+        (
             "bf16.check_grad_overflow",
             config["bf16"]["check_grad_overflow"] is True,
             "must be true, a step with a non-finite gradient is skipped on all ranks",
@@ -261,6 +303,16 @@ def _check_values(config: dict[str, Any], expert_parallel: int) -> None:
             "data_types.grad_accum_dtype",
             config["data_types"]["grad_accum_dtype"] in accumulators,
             f"must be one of {accumulators}",
+        ),
+        (
+            "data_types.keep_in_fp32_modules",
+            not bf16 or config["data_types"].get("keep_in_fp32_modules") == AUTO,
+            f"must be {AUTO!r} in bf16, the model knows which parameters stay in fp32",
+        ),
+        (
+            "optimizer.params.adam_w_mode",
+            optimizer["params"].get("adam_w_mode", optimizer["type"] == "AdamW") is (optimizer["type"] == "AdamW"),
+            "must be true for AdamW and false for Adam",
         ),
         (
             "optimizer.params.torch_adam",

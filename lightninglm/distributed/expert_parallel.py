@@ -36,32 +36,103 @@ def expert_shares(num_experts: int, ep_size: int) -> list[tuple[int, int]]:
     return [(rank * size + min(rank, longer), size + (rank < longer)) for rank in range(ep_size)]
 
 
-class _AllToAllRows(torch.autograd.Function):
-    """Sends blocks of rows to the ranks of a group and receives theirs; the backward pass sends gradients back."""
+def dispatch_rows(tokens: int, picks: int, num_experts: int, ep_size: int) -> tuple[int, int]:
+    """
+    Rows that one MoE layer keeps on one rank at once: (with a balanced load, at most).
+
+    No pick is dropped, so the routers decide how many rows R a rank's experts get: as many as leave it, S = tokens *
+    picks, when the load is balanced, and at most ep_size * tokens * min(picks, experts of the rank), when all tokens of
+    all ranks choose its experts. The most is alive in the forward pass: the rows in the order of the experts, their
+    outputs, these in the order of the ranks, and what has come back, 3 R + S.
+
+    Args:
+        tokens: of one rank, per micro-batch.
+        picks: experts per token.
+    """
+    sent = tokens * picks
+    most = ep_size * tokens * min(picks, expert_shares(num_experts, ep_size)[0][1])
+    return 4 * sent, 3 * most + sent
+
+
+class RowExchange:
+    """
+    One all-to-all of rows over a group, differentiable, in two halves: `start` sends, `finish` waits for what arrives.
+
+    The backward pass sends the gradients back from `finish` and waits for them in `start`. Autograd runs what is ready
+    in the reverse order of its creation, so what is computed between the two calls overlaps with the transfer in both
+    passes. The results do not depend on that order. On a GPU the stream waits, not the host.
+
+    Args:
+        group: process group of P ranks.
+        send_sizes, receive_sizes: rows for and from each rank, [P].
+    """
+
+    def __init__(self, group: dist.ProcessGroup, send_sizes: list[int], receive_sizes: list[int]):
+        self.group, self.send_sizes, self.receive_sizes = group, send_sizes, receive_sizes
+        self._in_flight = None
+
+    def start(self, rows_RH: torch.Tensor) -> torch.Tensor:
+        """Sends blocks of rows to the ranks of the group; returns an empty tensor, the ticket for `finish`."""
+        return _StartExchange.apply(rows_RH, self)
+
+    def finish(self, ticket: torch.Tensor) -> torch.Tensor:
+        """Waits for the rows of the other ranks and returns them, in the order of the ranks."""
+        return _FinishExchange.apply(ticket, self)
+
+    def _send(self, rows_RH, send_sizes, receive_sizes) -> None:
+        rows_RH = rows_RH.contiguous()
+        arriving_RH = rows_RH.new_empty(sum(receive_sizes), rows_RH.shape[1])
+        work = dist.all_to_all_single(arriving_RH, rows_RH, receive_sizes, send_sizes, group=self.group, async_op=True)
+        self._in_flight = work, arriving_RH, rows_RH  # the rows must live until they have left
+
+    def _wait(self) -> torch.Tensor:
+        (work, arriving_RH, _), self._in_flight = self._in_flight, None
+        work.wait()
+        return arriving_RH
+
+
+class _StartExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows_RH, exchange: RowExchange):
+        ctx.exchange = exchange
+        exchange._send(rows_RH, exchange.send_sizes, exchange.receive_sizes)
+        return rows_RH.new_empty(0)
 
     @staticmethod
-    def forward(ctx, rows_RH, group, send_sizes, receive_sizes):
-        ctx.group, ctx.send_sizes, ctx.receive_sizes = group, send_sizes, receive_sizes
-        return _all_to_all(rows_RH, group, send_sizes, receive_sizes)
+    @once_differentiable
+    def backward(ctx, grad_ticket):
+        return ctx.exchange._wait(), None
+
+
+class _FinishExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, ticket, exchange: RowExchange):
+        ctx.exchange = exchange
+        return exchange._wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_RH):
-        return _all_to_all(grad_RH, ctx.group, ctx.receive_sizes, ctx.send_sizes), None, None, None
+        ctx.exchange._send(grad_RH, ctx.exchange.receive_sizes, ctx.exchange.send_sizes)
+        return grad_RH.new_empty(0), None
 
 
-def _all_to_all(rows_RH, group, send_sizes, receive_sizes):
-    received = rows_RH.new_empty(sum(receive_sizes), rows_RH.shape[1])
-    dist.all_to_all_single(received, rows_RH.contiguous(), receive_sizes, send_sizes, group=group)
-    return received
+class Dispatched(NamedTuple):
+    """
+    The tokens of one layer, away from home.
 
-
-class Exchange(NamedTuple):
-    """What `combine` needs to bring rows back: the local sort, the sizes sent and received, the sort on arrival."""
+    Attributes:
+        picks: the sort by expert, at home.
+        outward: the exchange that brings the rows to their experts.
+        ticket: of the exchange.
+        tokens_per_expert: [E_local] int64, on the host.
+        order, inverse: [R], the sort by local expert on arrival.
+    """
 
     picks: SortedPicks
-    send_sizes: list[int]
-    receive_sizes: list[int]
+    outward: RowExchange
+    ticket: torch.Tensor
+    tokens_per_expert: torch.Tensor
     order: torch.Tensor
     inverse: torch.Tensor
 
@@ -102,19 +173,22 @@ class ExpertParallelDispatcher(TokenDispatcher):
         sent, received = (counts.view(self.ep_size, self.num_slots) for counts in (send_PE, receive_PE))
         sizes = torch.cat((sent.sum(1), received.sum(1), received.sum(0))).cpu()  # the one host read
         send_sizes, receive_sizes, tokens_per_expert = sizes.split((self.ep_size, self.ep_size, self.num_slots))
-        send_sizes, receive_sizes = send_sizes.tolist(), receive_sizes.tolist()
 
-        arrived_RH = _AllToAllRows.apply(gather_tokens(x_TH, picks), self.group, send_sizes, receive_sizes)
-        slot_R = self._local_slot.repeat_interleave(receive_PE, output_size=sum(receive_sizes))
+        outward = RowExchange(self.group, send_sizes.tolist(), receive_sizes.tolist())
+        ticket = outward.start(gather_tokens(x_TH, picks))
+        slot_R = self._local_slot.repeat_interleave(receive_PE, output_size=sum(outward.receive_sizes))
         order = slot_R.argsort(stable=True)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(order.numel(), device=order.device)
-        state = Exchange(picks, send_sizes, receive_sizes, order, inverse)
-        return permute_rows(arrived_RH, order, inverse), tokens_per_expert, state
+        return Dispatched(picks, outward, ticket, tokens_per_expert, order, inverse)
+
+    def receive(self, state):
+        arrived_RH = state.outward.finish(state.ticket)
+        return permute_rows(arrived_RH, state.order, state.inverse), state.tokens_per_expert
 
     def combine(self, y_RH, weights_TK, state):
-        leaving_RH = permute_rows(y_RH, state.inverse, state.order)
-        home_RH = _AllToAllRows.apply(leaving_RH, self.group, state.receive_sizes, state.send_sizes)
+        homeward = RowExchange(self.group, state.outward.receive_sizes, state.outward.send_sizes)
+        home_RH = homeward.finish(homeward.start(permute_rows(y_RH, state.inverse, state.order)))
         return weighted_sum(home_RH, weights_TK, state.picks)
 
 

@@ -5,6 +5,8 @@ R rows, E local experts, H hidden size, F expert width. Each stacked weight gets
 zeros for an expert without rows: data-parallel replicas of an expert must reduce the same list of gradients.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
@@ -25,31 +27,54 @@ def naive_experts(x_RH: torch.Tensor, counts: torch.Tensor, gate_EFH, up_EFH, do
 
 
 class LoopMatmul:
-    """Grouped matrix products as one matrix product per expert that has rows."""
+    """
+    Grouped matrix products as products per expert.
+
+    All products that read the rows of one expert run before the next expert, while they are in the cache: products this
+    small wait for memory more than for arithmetic.
+    """
 
     def __init__(self, counts: torch.Tensor):
         self.sizes = counts.tolist()
 
-    def rows_by_weight(self, x_RI: torch.Tensor, weight_EIO: torch.Tensor, out=None, add: bool = False):
-        """y = x W_e for the rows of each expert e: [R, I], [E, I, O] -> [R, O], written or added to `out` if given."""
-        if out is None:
-            out = x_RI.new_empty(x_RI.shape[0], weight_EIO.shape[2])
-        groups = zip(self.sizes, x_RI.split(self.sizes), weight_EIO.unbind(), out.split(self.sizes), strict=True)
-        for size, x, weight, y in groups:
-            if size:
-                torch.addmm(y, x, weight, beta=int(add), out=y)
-        return out
+    def rows_by_weight(self, x_RI: torch.Tensor, weight_EIO: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes x W_e for the rows of each expert e to `out`: [R, I], [E, I, O] -> [R, O]."""
+        for x, weight, y in zip(x_RI.split(self.sizes), weight_EIO.unbind(), out.split(self.sizes), strict=True):
+            torch.mm(x, weight, out=y)
 
-    def rows_by_rows(self, a_RO: torch.Tensor, b_RI: torch.Tensor) -> torch.Tensor:
-        """a_e^T b_e over the rows of each expert e: [R, O], [R, I] -> [E, O, I]; zeros without rows."""
-        out = a_RO.new_empty(len(self.sizes), a_RO.shape[1], b_RI.shape[1])
-        groups = zip(self.sizes, a_RO.split(self.sizes), b_RI.split(self.sizes), out.unbind(), strict=True)
-        for size, a, b, product in groups:
-            if size:
-                torch.mm(a.t(), b, out=product)
-            else:
-                product.zero_()
-        return out
+    def linear(self, x_RI: torch.Tensor, *weights_EOI: torch.Tensor) -> list[torch.Tensor]:
+        """y = x W_e^T for the rows of each expert e, by each of the stacked weights: [R, I], [E, O, I] -> [R, O]."""
+        outputs = [x_RI.new_empty(x_RI.shape[0], weight.shape[1]) for weight in weights_EOI]
+        stacks = [(w.mT.unbind(), y.split(self.sizes)) for w, y in zip(weights_EOI, outputs, strict=True)]
+        for e, x in enumerate(x_RI.split(self.sizes)):
+            for weights, ys in stacks:
+                torch.mm(x, weights[e], out=ys[e])
+        return outputs
+
+    def linear_backward(self, x_RI, grads_RO, weights_EOI, need_x: bool, need_weights: Sequence[bool]):
+        """
+        The gradients of `linear`: of x, summed over the weights, and of each of the weights, zeros without rows.
+
+        Args:
+            grads_RO: of the outputs, one per stacked weight.
+            need_x, need_weights: what is not needed is None.
+        """
+        grad_x = torch.empty_like(x_RI) if need_x else None
+        grad_weights = [
+            torch.empty_like(weight) if need else None for weight, need in zip(weights_EOI, need_weights, strict=True)
+        ]
+        xs, dxs = x_RI.split(self.sizes), grad_x.split(self.sizes) if need_x else None
+        stacks = [
+            (dy.split(self.sizes), dy.t().split(self.sizes, dim=1), w.unbind(), None if dw is None else dw.unbind())
+            for dy, w, dw in zip(grads_RO, weights_EOI, grad_weights, strict=True)
+        ]
+        for e, x in enumerate(xs):
+            for i, (dys, dys_t, weights, dws) in enumerate(stacks):
+                if dxs is not None:
+                    torch.addmm(dxs[e], dys[e], weights[e], beta=int(i > 0), out=dxs[e])
+                if dws is not None:
+                    torch.mm(dys_t[e], x, out=dws[e])
+        return grad_x, grad_weights
 
 
 class GroupedMatmul:
@@ -58,14 +83,25 @@ class GroupedMatmul:
     def __init__(self, counts: torch.Tensor, device: torch.device):
         self.ends = counts.to(device).cumsum(0).to(torch.int32)
 
-    def rows_by_weight(self, x_RI: torch.Tensor, weight_EIO: torch.Tensor, out=None, add: bool = False):
-        y_RO = F.grouped_mm(x_RI, weight_EIO, offs=self.ends)
-        if out is None:
-            return y_RO
-        return out.add_(y_RO) if add else out.copy_(y_RO)
+    def rows_by_weight(self, x_RI: torch.Tensor, weight_EIO: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(F.grouped_mm(x_RI, weight_EIO, offs=self.ends))
 
-    def rows_by_rows(self, a_RO: torch.Tensor, b_RI: torch.Tensor) -> torch.Tensor:
-        return F.grouped_mm(a_RO.t(), b_RI, offs=self.ends)
+    def linear(self, x_RI: torch.Tensor, *weights_EOI: torch.Tensor) -> list[torch.Tensor]:
+        return [F.grouped_mm(x_RI, weight.transpose(1, 2), offs=self.ends) for weight in weights_EOI]
+
+    def linear_backward(self, x_RI, grads_RO, weights_EOI, need_x: bool, need_weights: Sequence[bool]):
+        grad_x = None
+        if need_x:
+            grad_x, *others = (
+                F.grouped_mm(grad, weight, offs=self.ends) for grad, weight in zip(grads_RO, weights_EOI, strict=True)
+            )
+            for other in others:
+                grad_x += other
+        grad_weights = [
+            F.grouped_mm(grad.t(), x_RI, offs=self.ends) if need else None
+            for grad, need in zip(grads_RO, need_weights, strict=True)
+        ]
+        return grad_x, grad_weights
 
 
 def choose_matmul(backend: str, x_RH: torch.Tensor, counts: torch.Tensor) -> LoopMatmul | GroupedMatmul:
@@ -80,30 +116,26 @@ class _SwiGLUExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x_RH, gate_EFH, up_EFH, down_EHF, matmul):
-        gate_RF = matmul.rows_by_weight(x_RH, gate_EFH.transpose(1, 2))
-        up_RF = matmul.rows_by_weight(x_RH, up_EFH.transpose(1, 2))
+        gate_RF, up_RF = matmul.linear(x_RH, gate_EFH, up_EFH)
         ctx.save_for_backward(x_RH, gate_RF, up_RF, gate_EFH, up_EFH, down_EHF)
         ctx.matmul = matmul
-        return matmul.rows_by_weight(F.silu(gate_RF).mul_(up_RF), down_EHF.transpose(1, 2))
+        return matmul.linear(F.silu(gate_RF).mul_(up_RF), down_EHF)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_RH):
         x_RH, gate_RF, up_RF, gate_EFH, up_EFH, down_EHF = ctx.saved_tensors
-        matmul, (need_x, need_gate, need_up, need_down, _) = ctx.matmul, ctx.needs_input_grad
-        grad_RH = grad_RH.contiguous()
+        need_x, *need_gate_up, need_down, _ = ctx.needs_input_grad
         activated_RF = F.silu(gate_RF)
-        grad_down = matmul.rows_by_rows(grad_RH, activated_RF * up_RF) if need_down else None
-        grad_hidden_RF = matmul.rows_by_weight(grad_RH, down_EHF)
-        grad_gate_RF = torch.ops.aten.silu_backward(grad_hidden_RF * up_RF, gate_RF)
-        grad_up_RF = grad_hidden_RF.mul_(activated_RF)
-        grad_gate = matmul.rows_by_rows(grad_gate_RF, x_RH) if need_gate else None
-        grad_up = matmul.rows_by_rows(grad_up_RF, x_RH) if need_up else None
-        grad_x = None
-        if need_x:
-            grad_x = matmul.rows_by_weight(grad_gate_RF, gate_EFH)
-            grad_x = matmul.rows_by_weight(grad_up_RF, up_EFH, out=grad_x, add=True)
-        return grad_x, grad_gate, grad_up, grad_down, None
+        grad_RF, (grad_down,) = ctx.matmul.linear_backward(
+            activated_RF * up_RF, [grad_RH.contiguous()], [down_EHF], True, [need_down]
+        )
+        grad_gate_RF = torch.ops.aten.silu_backward(grad_RF * up_RF, gate_RF)
+        grad_up_RF = grad_RF.mul_(activated_RF)
+        grad_x, grad_gate_up = ctx.matmul.linear_backward(
+            x_RH, [grad_gate_RF, grad_up_RF], [gate_EFH, up_EFH], need_x, need_gate_up
+        )
+        return grad_x, *grad_gate_up, grad_down, None
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -113,15 +145,16 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(ctx, x_RI, weight_EOI, matmul):
         ctx.save_for_backward(x_RI, weight_EOI)
         ctx.matmul = matmul
-        return matmul.rows_by_weight(x_RI, weight_EOI.transpose(1, 2))
+        return matmul.linear(x_RI, weight_EOI)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_RO):
         x_RI, weight_EOI = ctx.saved_tensors
-        grad_RO = grad_RO.contiguous()
-        grad_x = ctx.matmul.rows_by_weight(grad_RO, weight_EOI) if ctx.needs_input_grad[0] else None
-        grad_weight = ctx.matmul.rows_by_rows(grad_RO, x_RI) if ctx.needs_input_grad[1] else None
+        need_x, *need_weight, _ = ctx.needs_input_grad
+        grad_x, (grad_weight,) = ctx.matmul.linear_backward(
+            x_RI, [grad_RO.contiguous()], [weight_EOI], need_x, need_weight
+        )
         return grad_x, grad_weight, None
 
 

@@ -26,6 +26,7 @@ class MoEBlock(nn.Module):
 
     def __init__(self, config: LightningLMConfig, layer_idx: int):
         super().__init__()
+        self.layer_idx = layer_idx
         self.shared_expert = SwiGLU(config.hidden_size, config.intermediate_size)
         self.router = build_router(config)
         self.experts = build_experts(config, layer_idx)
@@ -35,9 +36,11 @@ class MoEBlock(nn.Module):
         """Returns (y [B, T, H] in x's dtype, the router's auxiliary loss or None)."""
         x_TH = x_BTH.flatten(0, 1)
         keep_T = None if ctx.keep_mask is None else ctx.keep_mask.flatten()
-        routing = self.router(x_TH, keep_T, ctx.record_statistics)
-        rows_RH, tokens_per_expert, state = self.dispatcher.dispatch(x_TH, routing.experts)
-        shared_TH = self.shared_expert(x_TH)
+        noise = None if ctx.selection_noise is None else ctx.selection_noise.for_layer(self.layer_idx)
+        routing = self.router(x_TH, keep_T, ctx.record_statistics, noise)
+        state = self.dispatcher.dispatch(x_TH, routing.experts)
+        shared_TH = self.shared_expert(x_TH)  # while the rows are on their way
+        rows_RH, tokens_per_expert = self.dispatcher.receive(state)
         routed_TH = self.dispatcher.combine(self.experts(rows_RH, tokens_per_expert), routing.weights, state)
         y_TH = (shared_TH + routed_TH).to(x_BTH.dtype)
         return y_TH.unflatten(0, x_BTH.shape[:2]), routing.aux

@@ -102,7 +102,7 @@ class _WeightedSum(torch.autograd.Function):
         picks = ctx.picks
         grad_y = grad_weights = None
         if ctx.needs_input_grad[0]:
-            scale_R = weights_TK.flatten().index_select(0, picks.order)
+            scale_R = weights_TK.flatten().index_select(0, picks.order).to(grad_TH.dtype)
             grad_y = grad_TH.index_select(0, picks.order // weights_TK.shape[1]).mul_(scale_R[:, None]).to(y_RH.dtype)
         if ctx.needs_input_grad[1]:
             grad_weights = torch.zeros_like(weights_TK)
@@ -151,17 +151,26 @@ def permute_rows(x_RH: torch.Tensor, order_R: torch.Tensor, inverse_R: torch.Ten
 
 
 class TokenDispatcher(ABC):
-    """Brings the tokens to the experts that this process holds, and their outputs back to the tokens."""
+    """
+    Brings the tokens to the experts that this process holds, and their outputs back to the tokens.
+
+    In three calls, so that what does not depend on the experts can be computed while the tokens are on their way:
+    `dispatch` sends them, `receive` waits for those that arrive, `combine` returns the outputs of the experts.
+    """
 
     @abstractmethod
-    def dispatch(self, x_TH: torch.Tensor, experts_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    def dispatch(self, x_TH: torch.Tensor, experts_TK: torch.Tensor) -> Any:
         """
         Args:
             x_TH: [T, H] tokens of this process.
             experts_TK: [T, K] int64, global expert numbers, -1 for a null pick.
         Returns:
-            (rows [R, H] sorted by local expert, rows per local expert [E_local] int64, state for `combine`).
+            The state that `receive`, once, and `combine` take.
         """
+
+    @abstractmethod
+    def receive(self, state: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns (rows [R, H] sorted by local expert, rows per local expert [E_local] int64)."""
 
     @abstractmethod
     def combine(self, y_RH: torch.Tensor, weights_TK: torch.Tensor, state: Any) -> torch.Tensor:
@@ -182,8 +191,11 @@ class LocalDispatcher(TokenDispatcher):
         self.null_picks = null_picks
 
     def dispatch(self, x_TH, experts_TK):
-        picks = sort_picks(experts_TK, self.num_experts, self.null_picks)
-        return gather_tokens(x_TH, picks), picks.counts, picks
+        return x_TH, sort_picks(experts_TK, self.num_experts, self.null_picks)
+
+    def receive(self, state):
+        x_TH, picks = state
+        return gather_tokens(x_TH, picks), picks.counts
 
     def combine(self, y_RH, weights_TK, state):
-        return weighted_sum(y_RH, weights_TK, state)
+        return weighted_sum(y_RH, weights_TK, state[1])

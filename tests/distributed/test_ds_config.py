@@ -113,6 +113,18 @@ def test_a_key_whose_default_matters_must_be_stated(edited, key):
         ("scheduler", {"type": "WarmupLR", "params": {}}, "use `schedule` of the recipe"),
         ("fp16", {"enabled": True}, "train.dtype"),
         ("steps_per_print", {"every": 3}, "takes a value, not an object"),
+        ("zero_optimization", "stage 2", r"zero_optimization = 'stage 2': must be an object"),
+        ("optimizer.params", [1], r"optimizer\.params = \[1\]: must be an object"),
+        ("memory_breakdown", "false", "must be true or false"),
+        ("zero_optimization.stage3_max_live_parameters", 5, "only stage 3 reads it, and this is stage 1"),
+        ("zero_optimization.offload_param", {"device": "cpu"}, "only stage 3 reads it, and this is stage 1"),
+        ("zero_optimization.zero_quantized_gradients", True, "travel between ranks as they are"),
+        ("zero_optimization.mics_shard_size", 2, "is not read or written in this layout"),
+        ("prescale_gradients", True, "must be false"),
+        ("gradient_predivide_factor", 2.0, "must be 1.0"),
+        ("data_types.buffer_dtype", "bf16", "balance biases and scales are fp32"),
+        ("bf16.bf16_optimizer_states", True, "moments are fp32"),
+        ("optimizer.params.adam_w_mode", False, "must be true for AdamW"),
     ],
 )
 def test_a_contradiction_is_refused_and_says_what_is_valid(edited, key, value, said):
@@ -129,6 +141,11 @@ def test_zero_3_and_expert_parallelism_exclude_each_other():
 def test_bf16_needs_zero_1_or_2(stage):
     with pytest.raises(DsConfigError, match="use stage 1 or 2"):
         load_ds_config(FOLDER / f"zero{stage}.json", **RECIPE | {"dtype": "bf16"})
+
+
+def test_in_bf16_the_model_says_what_stays_in_fp32(edited):
+    with pytest.raises(DsConfigError, match="keep_in_fp32_modules = \\[\\]: must be 'auto'"):
+        load_ds_config(edited({"data_types.keep_in_fp32_modules": []}), **RECIPE | {"dtype": "bf16"})
 
 
 def test_an_open_value_that_the_recipe_does_not_give_is_named():

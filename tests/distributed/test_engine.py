@@ -12,6 +12,7 @@ import torch
 
 from lightninglm.distributed import process_group
 from lightninglm.distributed.engine import build_engine, parameter_groups
+from lightninglm.modeling.parameter_roles import ADAPTERS, role
 from tests.distributed import tiny
 from tests.distributed.ranks import RankFailed, run_ranks
 from tests.distributed.tiny import INT8, MULTIPLIERS, tiny_config, tiny_engine, tiny_model, train, train_step
@@ -44,28 +45,38 @@ def test_the_loss_does_not_depend_on_ranks_stage_or_accumulation(stage, world_si
     assert_same_run(run_ranks(run, world_size), one_rank(optimizer))
 
 
+@pytest.mark.parametrize(("world_size", "ep_size"), [(4, 2), (8, 4)])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_nor_on_how_often_the_experts_are_replicated(stage):
-    run = functools.partial(train, stage=stage, ep_size=2, optimizer="SGD")
-    assert_same_run(run_ranks(run, 4), one_rank("SGD"))
+def test_nor_on_how_often_the_experts_are_replicated(stage, world_size, ep_size):
+    run = functools.partial(train, stage=stage, ep_size=ep_size, optimizer="SGD")
+    assert_same_run(run_ranks(run, world_size), one_rank("SGD"))
 
 
-def test_zero_3_trains_dense_models_with_parameters_released_between_the_passes():
+@pytest.mark.parametrize(
+    ("changes", "only_adapters"),
+    [({"num_experts": 0}, False), ({}, False), ({"expert_quantization": INT8}, True)],
+    ids=["dense model", "experts on every rank", "only adapters"],
+)
+def test_zero_3_trains_with_parameters_released_between_the_passes(changes, only_adapters, monkeypatch):
     """Limits of 0: with DeepSpeed's defaults a tiny model is never released, and nothing would be tested."""
     limits = ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance", "prefetch_bucket_size")
+    load_ds_config, make_model = tiny.load_ds_config, tiny.tiny_model
 
-    def run(rank, world_size, stage):
-        load_ds_config = tiny.load_ds_config
+    def without_limits(*args, **kwargs):
+        config = load_ds_config(*args, **kwargs)
+        if config["zero_optimization"]["stage"] == 3:
+            config["zero_optimization"] |= {f"stage3_{limit}": 0 for limit in limits}
+        return config
 
-        def without_limits(*args, **kwargs):
-            config = load_ds_config(*args, **kwargs)
-            if stage == 3:
-                config["zero_optimization"] |= {f"stage3_{limit}": 0 for limit in limits}
-            return config
+    def frozen_but_for_adapters(*args):
+        model = make_model(*args)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not only_adapters or role(name) == ADAPTERS)
+        return model
 
-        tiny.load_ds_config = without_limits
-        return train(rank, world_size, stage=stage, ep_size=1, config=tiny_config(num_experts=0))
-
+    monkeypatch.setattr(tiny, "load_ds_config", without_limits)
+    monkeypatch.setattr(tiny, "tiny_model", frozen_but_for_adapters)
+    run = functools.partial(train, ep_size=1, config=tiny_config(**changes))
     expected = run_ranks(functools.partial(run, stage=0), 1)[0]
     for world_size in (1, 2):
         assert_same_run(run_ranks(functools.partial(run, stage=3), world_size), expected)

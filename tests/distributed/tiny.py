@@ -68,9 +68,11 @@ def tiny_batch(step: int) -> torch.Tensor:
     return (start + stride * torch.arange(LENGTH)) % VOCABULARY
 
 
-def tiny_engine(model, world_size, *, stage=1, accumulation=1, ep_size=1, optimizer="AdamW", clip=1.0, dtype="fp32"):
+def tiny_engine(
+    model, world_size, *, stage=1, accumulation=1, ep_size=1, optimizer="AdamW", clip=1.0, dtype="fp32", lr=None
+):
     """The engine of a run with the JSON of `ds_configs/`, or with SGD: Adam hides a wrong scale of the gradient."""
-    lr = LEARNING_RATE[optimizer]
+    lr = LEARNING_RATE[optimizer] if lr is None else lr
     config = load_ds_config(
         Path(__file__).parents[2] / "ds_configs" / f"zero{stage}.json",
         micro_batch=GLOBAL_BATCH // world_size // accumulation,

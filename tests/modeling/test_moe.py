@@ -158,7 +158,7 @@ class FixedRouter(torch.nn.Module):
         super().__init__()
         self.experts = experts
 
-    def forward(self, x_TH, keep_T, record_statistics):
+    def forward(self, x_TH, keep_T, record_statistics, noise=None):
         experts = torch.tensor(self.experts).expand(x_TH.shape[0], -1)
         return Routing(experts, torch.full(experts.shape, 1 / experts.shape[1]), None)
 

@@ -41,7 +41,8 @@ def test_round_trip_equals_the_sum_over_picks(experts):
     grad = torch.randn(T, H)
 
     dispatcher = LocalDispatcher(E)
-    rows, counts, state = dispatcher.dispatch(x, experts)
+    state = dispatcher.dispatch(x, experts)
+    rows, counts = dispatcher.receive(state)
     outputs = torch.cat([r @ m for r, m in zip(rows.split(counts.tolist()), matrices, strict=True)])
     y = dispatcher.combine(outputs, weights, state)
     actual = torch.autograd.grad(y, (x, weights), grad)
@@ -87,7 +88,8 @@ def test_both_passes_repeat_bit_for_bit():
     def run(grad_enabled):
         x = torch.arange(T * H).float().view(T, H).sin().requires_grad_()
         with torch.set_grad_enabled(grad_enabled):
-            rows, _, state = LocalDispatcher(E).dispatch(x, experts)
+            state = LocalDispatcher(E).dispatch(x, experts)
+            rows, _ = LocalDispatcher(E).receive(state)
             y = LocalDispatcher(E).combine(rows.tanh(), weights, state)
         if grad_enabled:
             y.cos().sum().backward()
