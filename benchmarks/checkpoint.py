@@ -12,6 +12,7 @@ All files are in the page cache when they are read. The five take turns; times a
 
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable
@@ -73,7 +74,8 @@ def main() -> None:
     size = sum(tensor.nbytes for tensor in tensors.values())
     targets = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
     seconds: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as scratch:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the scratch folder goes when the benchmark is stopped
+    with tempfile.TemporaryDirectory(prefix="checkpoint-", dir="/var/tmp") as scratch:  # /tmp may be memory
         checkpoint, plain = Path(scratch) / "checkpoint", Path(scratch) / "plain"
         save(tensors, checkpoint)
         contents = {path.name: path.read_bytes() for path in checkpoint.iterdir()}

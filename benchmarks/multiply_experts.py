@@ -13,6 +13,7 @@ it. The three take turns; times are medians. The memory of "grow" is its peak re
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -104,7 +105,8 @@ def main() -> None:
     experts = 60 if args.quick else 460
     seconds: dict[str, list[float]] = {"grow": [], "start": [], "copy": []}
     peaks = []
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as scratch:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the scratch folder goes when the benchmark is stopped
+    with tempfile.TemporaryDirectory(prefix="multiply-experts-", dir="/var/tmp") as scratch:  # /tmp may be memory
         source, grown, plain = (Path(scratch) / name for name in ("source", "grown", "plain"))
         build_source(source)
         for _ in range(3):

@@ -1,8 +1,13 @@
-"""Command line: `python -m growth OPERATOR --source CKPT --target DIR ...`, `verify SOURCE TARGET`, `diff SOURCE
-TARGET`.
+"""
+Grows a checkpoint into a larger one, checks a grown one, and lists what differs between two (docs/growth.md).
 
-Exit codes: 0 done, 1 a check failed (receipt, verification), 2 bad usage or input. With --json one JSON object goes
-to standard output; everything else goes to standard error.
+    python -m growth OPERATOR --source CKPT --target DIR [--verify FILE] [--dry-run] [options of the operator]
+    python -m growth verify SOURCE TARGET [--batches FILE]
+    python -m growth diff SOURCE TARGET
+
+CKPT, SOURCE and TARGET are checkpoint folders (step-00001000), FILE the held-out tokens of prepared data. Exit codes: 0
+done, 1 a check failed (receipt, verification), 2 bad usage or input, 130 interrupted; OPERATOR makes DIR only with 0.
+With --json one JSON object goes to standard output; everything else goes to standard error.
 """
 
 import argparse
@@ -51,16 +56,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m growth", description=__doc__.split("\n\n")[0])
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m growth", description=__doc__, formatter_class=plain)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (options, plan) in OPERATORS.items():
-        about = inspect.getmodule(plan).__doc__
+        about = inspect.getmodule(plan).__doc__.partition(": ")[2]
         command = commands.add_parser(
             name,
-            help=about.split("\n")[0],
+            help=about.split("\n\n")[0],
             description=about,
             epilog=f"options of {name}:\n{inspect.getdoc(options)}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=plain,
         )
         command.set_defaults(run=_grow, operator=name)
         command.add_argument("--source", type=Path, required=True, metavar="CKPT", help="checkpoint folder to grow")
@@ -73,18 +79,28 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--json", action="store_true", help="print the receipt as JSON")
         _add_options(command, options)
     command = commands.add_parser("verify", help="check a grown checkpoint against its source, every tensor")
+    command.description = (
+        "Hashes every byte of both checkpoints, makes every tensor of the target again as its receipt says, compares "
+        "configuration, tokenizer and trainer state, and with --batches measures both models, one layer in memory at a "
+        "time. Prints every difference by the tensor's name."
+    )
     command.set_defaults(run=_verify)
     command.add_argument("--batches", type=Path, metavar="FILE", help="held-out tokens to measure both on")
     _add_pair(command)
     command = commands.add_parser("diff", help="list which tensors of two checkpoints differ, and by how much")
+    command.description = (
+        "Compares tensors by name, optimizer state included: identical, changed (with the largest absolute change), "
+        "reshaped, new or removed. --json lists every tensor with its SHA-256 and, where the source holds the same "
+        "bytes under another name, that name."
+    )
     command.set_defaults(run=_diff)
     _add_pair(command)
     return parser
 
 
 def _add_pair(command: argparse.ArgumentParser) -> None:
-    command.add_argument("source", type=Path)
-    command.add_argument("target", type=Path)
+    command.add_argument("source", type=Path, metavar="SOURCE", help="checkpoint folder")
+    command.add_argument("target", type=Path, metavar="TARGET", help="checkpoint folder that was grown from it")
     command.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
@@ -94,6 +110,10 @@ def _add_options(command: argparse.ArgumentParser, options: type[BaseModel]) -> 
         kinds = [kind for kind in get_args(field.annotation) or (field.annotation,) if kind is not type(None)]
         flag, kind = "--" + name.replace("_", "-"), field.annotation
         settings: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS}
+        if field.description:
+            settings["help"] = field.description
+        elif not field.is_required() and field.default not in (None, False):
+            settings["help"] = f"default {field.default}"
         if kind is bool:
             settings["action"] = "store_true"
         elif get_origin(kind) is Literal or get_origin(kinds[0]) is Literal:

@@ -2,16 +2,13 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
 from growth.errors import ReceiptError
 from growth.job import parse_options, plan_growth
+from growth.progress import transfer_bar
 from growth.receipt import RECEIPT_FILE, build_receipt, failure, measure, summary
 from growth.trainer_state import grown_trainer_state
 from lightninglm.checkpoint import CheckpointReader, CheckpointWriter, base_hashes
@@ -76,12 +73,3 @@ def grow(
 
             writer.commit(job.plan.config.to_dict(), state, tokenizer_folder=job.plan.tokenizer or source, check=check)
     return receipt
-
-
-@contextmanager
-def transfer_bar(total: int, what: str, shown: bool) -> Iterator[Callable[[int], None]]:
-    """A progress bar over bytes on standard error; gives the function to call with the bytes that were done."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not shown) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda count: progress.advance(task, count)

@@ -34,7 +34,9 @@ class OperatorOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    tolerance: float | None = Field(default=None, gt=0)
+    tolerance: float | None = Field(
+        default=None, gt=0, description="largest relative logit difference allowed, instead of the strategy's own"
+    )
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,19 @@
 """The receipt of a growth step: what was asked for, where every tensor came from, and what changed, as measured.
 
-The measurement loads both checkpoints in fp32 and runs them on the same held-out tokens. Relative logit difference is
-the norm of the difference over the norm of the source's logits, both centred over the vocabulary (a constant added to
-all logits of a token changes no probability).
+The measurement runs both checkpoints in fp32 on the same held-out tokens, one layer at a time (growth/layerwise.py).
+Relative logit difference is the norm of the difference over the norm of the source's logits, both centred over the
+vocabulary (a constant added to all logits of a token changes no probability).
 """
 
 import hashlib
 import json
 import resource
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
@@ -24,18 +22,21 @@ from transformers.utils import logging
 from growth import __version__
 from growth.errors import GrowthError
 from growth.job import GrowthJob
+from growth.layerwise import LayerwiseModel
 from growth.moments import RULES, describe
+from growth.progress import transfer_bar
 from growth.text_loss import compare_text_losses
+from lightninglm.checkpoint.layout import INDEX
 from lightninglm.modeling.configuration_lightninglm import LightningLMConfig
+from lightninglm.modeling.losses import IGNORED
 from lightninglm.modeling.modeling_lightninglm import LightningLMForCausalLM
 from lightninglm.modeling.parameter_count import count_parameters
 
 RECEIPT_FILE = "growth_receipt.json"
 FORMAT = 1
-TOKENS_PER_FORWARD = 4096
+TOKENS_PER_HEAD_CALL = 512
 
 
-@torch.no_grad()
 def measure(source: Path, target: Path, batches: Path, *, progress: bool = False) -> dict[str, Any]:
     """
     Compares two checkpoint folders, in fp32, on held-out tokens.
@@ -49,51 +50,69 @@ def measure(source: Path, target: Path, batches: Path, *, progress: bool = False
     Raises GrowthError when the file does not hold token ids of the models' vocabulary.
     """
     domains = read_batches(batches)
-    before, after = (load_model(folder) for folder in (source, target))
     about = {
         "file": batches.name,
         "sha256": hashlib.sha256(batches.read_bytes()).hexdigest(),
         "tokens": sum(ids.numel() for ids in domains.values()),
     }
-    if before.config.tokenizer_sha256 != after.config.tokenizer_sha256:
-        return {
-            "batches": about,
-            "logits": {"max_absolute": None, "relative": None, "second_token_relative": None},
-            "heldout": compare_text_losses({source: before, target: after}, domains, batches),
-            "unit": "nats per byte",
-        }
-    for domain, ids in domains.items():
-        if int(ids.max()) >= before.config.vocab_size:
-            raise GrowthError(
-                f"{batches}: domain {domain} has token id {int(ids.max())}, the vocabulary has "
-                f"{before.config.vocab_size}: it was made with another tokenizer"
-            )
+    with transfer_bar(sum(map(_weight_bytes, (source, target))), "measuring", progress) as done:
+        before, after = (LayerwiseModel(folder, done) for folder in (source, target))
+        if before.config.tokenizer_sha256 != after.config.tokenizer_sha256:
+            return {
+                "batches": about,
+                "logits": {"max_absolute": None, "relative": None, "second_token_relative": None},
+                "heldout": compare_text_losses(before, after, domains, batches),
+                "unit": "nats per byte",
+            }
+        for domain, ids in domains.items():
+            if int(ids.max()) >= before.config.vocab_size:
+                raise GrowthError(
+                    f"{batches}: domain {domain} has token id {int(ids.max())}, the vocabulary has "
+                    f"{before.config.vocab_size}: it was made with another tokenizer"
+                )
+        return {"batches": about, **_compare(before, after, domains), "unit": "nats per token"}
+
+
+def _compare(before: LayerwiseModel, after: LayerwiseModel, domains: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The "logits" and "heldout" of `measure`, for two models of one tokenizer."""
     logits, second = Difference(), Difference()
     heldout = {}
-    pieces = [(domain, piece) for domain, ids in domains.items() for piece in _split(ids)]
-    shown = track(pieces, "measuring", console=Console(stderr=True), transient=True) if progress else pieces
-    sums = {domain: [0.0, 0.0, 0] for domain in domains}
-    for domain, ids in shown:
-        old, new = (run(model, ids) for model in (before, after))
-        logits.add(old[0], new[0])
-        if old[1] is not None and new[1] is not None:
-            second.add(old[1], new[1])
-        targets = ids[:, 1:].flatten()
-        for i, (first, _) in enumerate((old, new)):
-            sums[domain][i] += F.cross_entropy(first[:, :-1].flatten(0, 1), targets, reduction="sum").item()
-        sums[domain][2] += targets.numel()
-    for domain, (old_sum, new_sum, count) in sums.items():
-        heldout[domain] = {"before": old_sum / count, "after": new_sum / count}
+    for length in sorted({ids.shape[1] for ids in domains.values()}):
+        rows = {domain: ids for domain, ids in domains.items() if ids.shape[1] == length}
+        sizes = [len(ids) for ids in rows.values()]
+        (old, old_second), (new, new_second) = (
+            model.hidden_states(torch.cat(list(rows.values()))) for model in (before, after)
+        )
+        with before.head() as old_head, after.head() as new_head:
+            heads = (old_head, new_head)
+            for (domain, ids), *hidden in zip(rows.items(), old.split(sizes), new.split(sizes), strict=True):
+                targets = F.pad(ids[:, 1:], (0, 1), value=IGNORED).flatten()
+                losses = torch.zeros(2, dtype=torch.float64)
+                start = 0
+                for pair in _logits(heads, hidden):
+                    logits.add(*pair)
+                    here = targets[start : start + len(pair[0])]
+                    losses += torch.stack([F.cross_entropy(z, here, reduction="none").double().sum() for z in pair])
+                    start += len(here)
+                losses /= (targets != IGNORED).sum()
+                heldout[domain] = dict(zip(("before", "after"), losses.tolist(), strict=True))
+            if old_second is not None and new_second is not None:
+                for pair in _logits(heads, (old_second, new_second)):
+                    second.add(*pair)
     return {
-        "batches": about,
         "logits": {
             "max_absolute": logits.largest,
             "relative": logits.relative(),
             "second_token_relative": second.relative() if second.count else None,
         },
-        "heldout": heldout,
-        "unit": "nats per token",
+        "heldout": {domain: heldout[domain] for domain in domains},
     }
+
+
+def _logits(heads: Sequence[Callable[[Tensor], Tensor]], hidden: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    """Logits [tokens, V] of both models, from hidden states [n, S, H], a bounded number of tokens at a time."""
+    for states in zip(*(state.flatten(0, 1).split(TOKENS_PER_HEAD_CALL) for state in hidden), strict=True):
+        yield tuple(head(state) for head, state in zip(heads, states, strict=True))
 
 
 class Difference:
@@ -125,12 +144,6 @@ def load_model(folder: Path) -> LightningLMForCausalLM:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def run(model: LightningLMForCausalLM, ids: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Logits [B, S, V] of the next token, and of the second token if the model has that head."""
-    output = model(input_ids=ids, use_cache=False, output_mtp_logits=model.mtp is not None)
-    return output.logits, output.mtp_logits
 
 
 def read_batches(path: Path) -> dict[str, Tensor]:
@@ -265,8 +278,8 @@ def _parameters(config: LightningLMConfig) -> dict[str, int]:
     return {"stored": count.stored, "active": count.active}
 
 
-def _split(ids: Tensor) -> list[Tensor]:
-    return list(ids.split(max(1, TOKENS_PER_FORWARD // ids.shape[1])))
+def _weight_bytes(folder: Path) -> int:
+    return json.loads((folder / INDEX["model"]).read_bytes())["metadata"]["total_size"]
 
 
 def _centred(logits: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ def grown_trainer_state(job: GrowthJob, stage: str) -> dict[str, Any]:
         "seed": old["seed"],
         "lineage": [*old["lineage"], *([_trained_stage(old)] if old["step"] else [])],
         "skipped_steps": 0,
+        "parent_learning_rate": old.get("learning_rate", old.get("parent_learning_rate")),
     }
 
 

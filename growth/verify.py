@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from growth.core import transfer_bar
+from growth.errors import GrowthError
 from growth.job import GrowthJob, parse_options, plan_growth, tensor_sha256
 from growth.operator import EXACT_TOLERANCE
+from growth.progress import transfer_bar
 from growth.receipt import RECEIPT_FILE, measure, passes, tensors_sha256
+from growth.source_checks import check_tokenizer, read_source
 from growth.tensor_table import table_problems
 from growth.trainer_state import grown_trainer_state
 from lightninglm.checkpoint import CheckpointReader, TensorInfo, base_hashes, from_disk_name
@@ -32,14 +34,16 @@ def verify(
     Returns:
         {"passed", "findings": [{"tensor", "found", "expected"}], "replayed", "measured", "tolerance"}. Without a
         receipt in the target nothing can be replayed, and the tolerance is that of an exact growth.
-    Raises GrowthError or CheckpointError when one of the two cannot be read at all.
+    Raises GrowthError or CheckpointError when one of the two cannot be read at all, or the source is not what its
+    configuration says.
     """
     source, target = Path(source), Path(target)
     with CheckpointReader(source, verify="full") as before, CheckpointReader(target, verify="full") as after:
-        config = LightningLMConfig.from_dict(dict(after.config))
-        findings = [_finding(*problem) for problem in table_problems(after.weights, config)]
+        findings = _own_findings(after)
         receipt = read_receipt(target)
-        if receipt is not None:
+        if receipt is None:
+            read_source(before)
+        else:
             findings += _replay(before, after, receipt, progress)
         measured = None if batches is None or findings else measure(source, target, Path(batches), progress=progress)
     tolerance = {"relative_logit_difference": EXACT_TOLERANCE, "heldout_loss": None}
@@ -104,6 +108,20 @@ def _status(old: TensorInfo | None, new: TensorInfo) -> str:
     if old.shape != new.shape:
         return "reshaped"
     return "identical" if _content(old) == _content(new) else "changed"
+
+
+def _own_findings(target: CheckpointReader) -> list[dict[str, str]]:
+    """What is wrong with the target by itself: its configuration, its tensors' names and shapes, its tokenizer."""
+    try:
+        config = LightningLMConfig.from_dict(dict(target.config))
+    except ValueError as error:
+        return [_finding("config.json", str(error), "a configuration of a model")]
+    findings = [_finding(*problem) for problem in table_problems(target.weights, config)]
+    try:
+        check_tokenizer(target.folder, config)
+    except GrowthError as error:
+        findings.append(_finding("tokenizer.json", str(error), "the tokenizer of config.tokenizer_sha256"))
+    return findings
 
 
 def _replay(

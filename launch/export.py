@@ -25,9 +25,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from growth.core import grow, transfer_bar
+from growth.core import grow
 from growth.errors import GrowthError, ReceiptError
 from growth.merge_experts import DTYPES
+from growth.progress import transfer_bar
 from growth.receipt import RECEIPT_FILE
 from lightninglm.checkpoint import CheckpointError, CheckpointReader
 from lightninglm.checkpoint.published import (

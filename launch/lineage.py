@@ -8,6 +8,7 @@ Goes on wherever it stopped; Ctrl-C or SIGTERM saves at the next step. Ends with
 
 import argparse
 import sys
+import time
 from pathlib import Path
 
 from rich.console import Console
@@ -17,6 +18,7 @@ from growth.errors import GrowthError, ReceiptError
 from lightninglm.checkpoint import CheckpointError
 from lightninglm.data.corpus import DataError
 from lightninglm.recipe import RecipeError, load_lineage
+from lightninglm.training.interruption import parse_deadline
 from lightninglm.training.lineage import run_lineage
 from lightninglm.training.run_lock import RunLockedError
 
@@ -29,9 +31,15 @@ def main() -> int:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override a value in every stage"
     )
+    parser.add_argument("--deadline", metavar="WHEN", help="save and stop before: 2h30m from now, or an ISO time")
+    parser.add_argument("--stop-file", type=Path, metavar="PATH", help="save and stop when this file appears")
     parser.add_argument("--accept-changes", action="store_true", help="go on although a recipe was edited")
     args = parser.parse_args()
     console = Console()
+    try:
+        deadline = parse_deadline(args.deadline, time.time()) if args.deadline else None
+    except ValueError as error:
+        parser.error(str(error))
     try:
         lineage = load_lineage(args.lineage, args.set, args.num_gpus)
         return run_lineage(
@@ -44,6 +52,8 @@ def main() -> int:
             overrides=args.set,
             accept_changes=args.accept_changes,
             console=console,
+            deadline=deadline,
+            stop_file=args.stop_file,
         )
     except ReceiptError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -53,7 +54,15 @@ Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class _Section(BaseModel):
+def _warmup_start(value: float | str) -> float | str:
+    if value != "last" and not (isinstance(value, float) and 0 <= value <= 1):
+        raise ValueError("must be a number from 0 to 1, or last")
+    return value
+
+
+class Section(BaseModel):
+    """Part of a YAML file: unknown keys, wrong types and values that are not finite are refused."""
+
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
@@ -66,14 +75,14 @@ class _Section(BaseModel):
         return data
 
 
-class TinySource(_Section):
+class TinySource(Section):
     """Text that the installation itself holds (docs/data.md), and a tokenizer trained on it."""
 
     kind: Literal["tiny"]
     vocab_size: Count = 2048
 
 
-class TextSource(_Section):
+class TextSource(Section):
     """Your own `.txt` and `.jsonl` files, by domain; the tokenizer is trained on them or taken from a folder."""
 
     kind: Literal["text"]
@@ -89,14 +98,14 @@ class TextSource(_Section):
         return self
 
 
-class PackedSource(_Section):
+class PackedSource(Section):
     """A data folder that an earlier run prepared."""
 
     kind: Literal["packed"]
     path: str
 
 
-class DataSection(_Section):
+class DataSection(Section):
     """source: where sequences come from. mixture: share of each domain. seed: of the global order."""
 
     source: Annotated[TinySource | TextSource | PackedSource, Field(discriminator="kind")] | None = None
@@ -115,11 +124,18 @@ class DataSection(_Section):
         return self
 
 
-class TrainSection(_Section):
+class SampledSelectionSection(Section):
+    """Experts are sampled at first: noise of this temperature on the selection scores, falling to 0 over the steps."""
+
+    steps: Count
+    temperature: Annotated[float, Field(gt=0)] = 0.1
+
+
+class TrainSection(Section):
     """tokens: of the whole stage. global_batch: sequences per optimizer step. micro_batch: per rank and forward pass.
     expert_parallel: ranks that share one set of experts. seed: of the initialisation. merge_adapters_every: steps after
     which adapters are merged into their quantized base and start anew, never unless given; merge_adapters_warmup: steps
-    over which their learning rate then rises again."""
+    over which their learning rate then rises again. max_skipped_steps: non-finite steps in a row that end training."""
 
     tokens: Count
     global_batch: Count
@@ -129,9 +145,11 @@ class TrainSection(_Section):
     seed: Whole = 0
     merge_adapters_every: Count | None = None
     merge_adapters_warmup: Annotated[Whole, Field(ge=0)] = 10
+    sampled_selection: SampledSelectionSection | None = None
+    max_skipped_steps: Count = 3
 
 
-class LearningRateGroups(_Section):
+class LearningRateGroups(Section):
     """Multipliers of the learning rate, by the role of a parameter."""
 
     router: Annotated[float, Field(ge=0)] = 1.0
@@ -139,7 +157,7 @@ class LearningRateGroups(_Section):
     rest: Annotated[float, Field(ge=0)] = 1.0
 
 
-class OptimizerSection(_Section):
+class OptimizerSection(Section):
     """AdamW. lr: peak learning rate. clip: largest global gradient norm, 0 for no clipping."""
 
     lr: Annotated[float, Field(gt=0)]
@@ -150,13 +168,15 @@ class OptimizerSection(_Section):
     groups: LearningRateGroups = LearningRateGroups()
 
 
-class ScheduleSection(_Section):
-    """Learning rate over the stage: linear warm-up from `warmup_from` (a fraction of the peak), then `kind`.
+class ScheduleSection(Section):
+    """Learning rate over the stage: linear warm-up from `warmup_from` (a fraction of the peak, or `last` for the rate
+    at which the parent stage ended), over steps or tokens, then `kind`.
     final_ratio: the last rate over the peak (cosine, wsd). stable_fraction: of all steps, before wsd decays."""
 
     kind: Literal["cosine", "wsd", "constant"]
     warmup_steps: Annotated[Whole, Field(ge=0)] = 0
-    warmup_from: Share = 0.0
+    warmup_tokens: Count | None = None
+    warmup_from: Annotated[float | str, AfterValidator(_warmup_start)] = 0.0
     stable_fraction: Share = 0.85
     final_ratio: Share = 0.1
 
@@ -168,10 +188,14 @@ class ScheduleSection(_Section):
                 raise PydanticCustomError(
                     "idle_key", "{problem}", {"key": key, "problem": f"has no effect on a schedule of kind {self.kind}"}
                 )
+        if self.warmup_tokens is not None and self.warmup_steps:
+            raise ValueError("has warmup_steps and warmup_tokens, needs one of them")
+        if self.warmup_from == "last" and not (self.warmup_steps or self.warmup_tokens):
+            raise ValueError("warmup_from: last needs warmup_steps or warmup_tokens")
         return self
 
 
-class EvaluateSection(_Section):
+class EvaluateSection(Section):
     """Held-out loss every so many steps and at the end. domains: all unless given. sequences: at most, per domain."""
 
     every: Count = 500
@@ -179,21 +203,21 @@ class EvaluateSection(_Section):
     sequences: Count = 16
 
 
-class CheckpointSection(_Section):
+class CheckpointSection(Section):
     """A checkpoint every so many steps and at the end; the newest `keep` stay."""
 
     every: Count = 500
     keep: Count = 3
 
 
-class LoggingSection(_Section):
+class LoggingSection(Section):
     """The terminal and metrics.jsonl always; Weights & Biases when asked."""
 
     wandb: bool = False
     project: str = "lightninglm"
 
 
-class GrowSection(_Section):
+class GrowSection(Section):
     """from: the stage whose last checkpoint is the source. steps: operators with their options, in order; with none
     the stage only trains on. moments: carry the optimizer's state; without it Adam starts anew.
     new_tensor_warmup: steps over which the learning rate of new tensors rises."""
@@ -220,7 +244,7 @@ class GrowSection(_Section):
         return data | {"steps": [{operator: options or {}} for step in steps for operator, options in step.items()]}
 
 
-class Recipe(_Section):
+class Recipe(Section):
     """One stage, as its YAML file says it; see docs/recipes.md."""
 
     name: Name
@@ -241,6 +265,14 @@ class Recipe(_Section):
     def total_steps(self) -> int:
         """Optimizer steps of the stage: the last one may pass the number of tokens asked for."""
         return math.ceil(self.train.tokens / (self.train.global_batch * self.data.sequence_length))
+
+    @property
+    def schedule_in_steps(self) -> ScheduleSection:
+        """The schedule with its warm-up in optimizer steps, rounded up."""
+        if self.schedule.warmup_tokens is None:
+            return self.schedule
+        steps = math.ceil(self.schedule.warmup_tokens / (self.train.global_batch * self.data.sequence_length))
+        return self.schedule.model_copy(update={"warmup_steps": steps, "warmup_tokens": None})
 
     @property
     def deepspeed_file(self) -> Path:
@@ -264,6 +296,13 @@ class Recipe(_Section):
         """Identity of the resolved recipe."""
         text = json.dumps(self.resolved(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
+
+    def is_same(self, resolved: dict[str, Any]) -> bool:
+        """Whether this is the recipe that was once `resolved`; keys that are new since then count as their default."""
+        try:
+            return Recipe.model_validate(resolved).sha256() == self.sha256()
+        except ValidationError:  # it has a key that recipes have lost since
+            return False
 
     def build_config(self, **fixed):
         """The LightningLMConfig of a seed. `fixed` are fields that the run knows better (token ids)."""
@@ -344,6 +383,8 @@ class Recipe(_Section):
         if self.grow is None:
             if self.model is None:
                 raise self.error("model", "missing; a stage has a model, or grows from a parent (grow: {from: ...})")
+            if self.schedule.warmup_from == "last":
+                raise self.error("schedule.warmup_from", "a seed has no stage before it; needs a number from 0 to 1")
             self.build_config()
         else:
             from lightninglm.modeling.configuration_lightninglm import LightningLMConfig
@@ -416,7 +457,7 @@ class Recipe(_Section):
         return files
 
 
-class _LineageFile(_Section):
+class _LineageFile(Section):
     name: Name
     world_size: Count = 1
     stages: Annotated[list[str], Field(min_length=1)]
@@ -443,7 +484,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     file = YamlFile.read(Path(path))
     for override in overrides:
         file.set(override)
-    recipe = _validate(Recipe, file)
+    recipe = validate(Recipe, file)
     recipe._file = file
     recipe._check()
     return recipe
@@ -458,7 +499,7 @@ def load_lineage(folder: str | Path, overrides: Iterable[str] = (), world_size: 
     """
     path, overrides = Path(folder), list(overrides)
     file = YamlFile.read(path / "lineage.yaml" if path.is_dir() else path)
-    listed = _validate(_LineageFile, file)
+    listed = validate(_LineageFile, file)
     ranks = listed.world_size if world_size is None else world_size
     lineage = Lineage(listed.name, ranks, [file.path.parent / stage for stage in listed.stages], [])
     experts: dict[str, int] = {}  # of each stage so far
@@ -494,7 +535,8 @@ PROBLEMS = {
 """Our words for some kinds of pydantic errors; its own serve for the others."""
 
 
-def _validate(section: type[_Section], file: YamlFile):
+def validate(section: type[Section], file: YamlFile):
+    """The checked content of a file. Raises RecipeError with a line for every problem."""
     try:
         return section.model_validate(file.values)
     except ValidationError as error:

@@ -2,6 +2,7 @@
 
 from lightninglm.checkpoint.errors import CheckpointError
 from lightninglm.checkpoint.expert_bases import ExpertBaseError, base_hashes, check_bases, is_base
+from lightninglm.checkpoint.hashes import compare_hashes, read_hashes, write_hashes
 from lightninglm.checkpoint.layout import (
     OPTIMIZER_KEYS,
     TensorInfo,
@@ -35,6 +36,7 @@ __all__ = [
     "TensorInfo",
     "base_hashes",
     "check_bases",
+    "compare_hashes",
     "explain",
     "from_disk_name",
     "is_base",
@@ -43,10 +45,12 @@ __all__ = [
     "newest_checkpoint",
     "parse_step",
     "prune",
+    "read_hashes",
     "remove_checkpoint",
     "remove_leftovers",
     "require_space",
     "set_aside",
     "step_folder",
     "to_disk_name",
+    "write_hashes",
 ]

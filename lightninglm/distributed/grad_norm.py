@@ -48,6 +48,18 @@ class GradientNorm:
         squares = self._squares.tolist()
         return {"total": sum(squares) ** 0.5, **{role: s**0.5 for role, s in zip(self.roles, squares, strict=True)}}
 
+    def set_limit(self, limit: float) -> None:
+        """Changes the largest norm that the next steps let through; 0 for no clipping."""
+        self.engine._config.gradient_clipping = limit
+        if hasattr(self.engine.optimizer, "clip_grad"):
+            self.engine.optimizer.clip_grad = limit
+
+    @torch.no_grad()
+    def discard(self) -> None:
+        """Makes the coming optimizer step one that is skipped: called on all ranks after the last backward pass."""
+        for _, gradient in owned_gradients(self.engine):
+            gradient.fill_(torch.nan)
+
     @torch.no_grad()
     def _measured_step(self) -> None:
         self._squares.zero_()

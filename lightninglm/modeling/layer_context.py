@@ -9,6 +9,7 @@ import torch
 
 if TYPE_CHECKING:
     from .cache import LightningLMCache
+    from .selection_noise import SelectionNoise
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class LayerContext:
         cache: the decoding cache, None in training.
         record_statistics: whether routers count their picks and indexers their variances. True only in a training
             forward pass: a recompute in the backward pass sees the same tokens a second time.
+        selection_noise: on the scores that routers pick by, in training only. None for none.
     """
 
     position_ids: torch.Tensor
@@ -32,3 +34,4 @@ class LayerContext:
     rotary: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     cache: LightningLMCache | None = None
     record_statistics: bool = False
+    selection_noise: SelectionNoise | None = None

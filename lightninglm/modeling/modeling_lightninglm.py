@@ -223,6 +223,7 @@ class LightningLMModel(LightningLMPreTrainedModel):
 
     Attributes:
         reversibility: a `ReversibilityReport`, filled in by every pass through the stack.
+        selection_noise: for the next training forward, a `SelectionNoise` or None; set by the trainer.
     """
 
     def __init__(self, config: LightningLMConfig):
@@ -237,6 +238,7 @@ class LightningLMModel(LightningLMPreTrainedModel):
         self.register_buffer("blend", torch.tensor(config.blends, dtype=torch.float32))
         self._coefficients = None
         self.reversibility = ReversibilityReport()
+        self.selection_noise = None
         self.post_init()
 
     def stack_coefficients(self) -> tuple[list[float], list[float]]:
@@ -344,6 +346,7 @@ class LightningLMModel(LightningLMPreTrainedModel):
             rotary=self.rotary.forward(position_ids),  # ZeRO-3's module hooks take no integer keys
             cache=cache,
             record_statistics=self.training and torch.is_grad_enabled(),
+            selection_noise=self.selection_noise if self.training else None,
         )
 
     def _documents(self, input_ids, keep, position_ids, document_ids, cu_seqlens, cache) -> torch.Tensor:

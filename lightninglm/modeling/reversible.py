@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 
 import torch
@@ -45,6 +45,8 @@ class ReversibilityReport:
 
     Attributes:
         check_every_layer: set it to True to checksum every state, not only the first: a failed check names the layer.
+        defer_range_errors: in a training pass, note a state out of range in `range_errors` instead of raising, which on
+            one rank would leave the others waiting. The gradients are wrong then; the caller must drop them.
         passes_verified: backward passes whose rebuilt first state equalled the forward's, since the report was made.
         largest_state: upper bound on |p| over all states of the last pass that was checked.
         mean_rms, difference_rms: rms of the mean over the streams, and of the streams minus that mean, at the output of
@@ -52,6 +54,8 @@ class ReversibilityReport:
     """
 
     check_every_layer: bool = False
+    defer_range_errors: bool = False
+    range_errors: list[str] = field(default_factory=list)
     passes_verified: int = 0
     largest_state: float = 0.0
     mean_rms: torch.Tensor | None = None
@@ -247,9 +251,9 @@ class _ReversibleFunction(torch.autograd.Function):
             q_prev = undo_midpoint(q_next, q_cur, increment, blend, bit)
             if n - 1 in left.checksums:
                 mismatches[n] = (checksum(q_prev) != left.checksums[n - 1]).any()
-        _check_range(stack, left.extremes)
-        _check_reconstruction(stack, mismatches)
-        stack.report.passes_verified += 1
+        if _in_range(stack, left.extremes):
+            _check_reconstruction(stack, mismatches)
+            stack.report.passes_verified += 1
         return None, grad_cur + grad_prev if node.needs_input_grad[1] else None, None
 
 
@@ -293,6 +297,18 @@ def _check_range(stack: _Stack, extremes: list[torch.Tensor]) -> None:
             )
         largest = max(largest, cur)
     stack.report.largest_state = largest
+
+
+def _in_range(stack: _Stack, extremes: list[torch.Tensor]) -> bool:
+    """`_check_range` of a training pass: False when the error was left to the caller."""
+    try:
+        _check_range(stack, extremes)
+    except ReversibilityError as error:
+        if not stack.report.defer_range_errors:
+            raise
+        stack.report.range_errors.append(str(error))
+        return False
+    return True
 
 
 def _check_reconstruction(stack: _Stack, mismatches: dict[int, torch.Tensor]) -> None:
@@ -349,7 +365,7 @@ def _stored_forward(stack: _Stack, streams: torch.Tensor, checkpointed: bool) ->
         q_prev, q_cur = q_cur, midpoint(q_prev, q_cur, increment, blend)[0]
         p_prev, p_cur = p_cur, _StraightThroughStep.apply(p_prev, p_cur, y, stack.view(q_cur), force, blend)
         extremes.append(largest)
-    _check_range(stack, extremes)
+    _in_range(stack, extremes)
     return p_cur if stack.output == "last" else 0.5 * (p_prev + p_cur), aux_sum
 
 

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from .balance import update_bias
 from .configuration_lightninglm import LightningLMConfig
+from .selection_noise import SelectionNoise
 
 NULL_EXPERT = -1
 MIN_WEIGHT_SUM = 1e-6  # smallest denominator when the weights of the picks are normalized
@@ -103,7 +104,13 @@ class Router(nn.Module, ABC):
         self.pick_counts.zero_()
 
     @abstractmethod
-    def forward(self, x_TH: torch.Tensor, keep_T: torch.Tensor | None, record_statistics: bool) -> Routing:
+    def forward(
+        self,
+        x_TH: torch.Tensor,
+        keep_T: torch.Tensor | None,
+        record_statistics: bool,
+        noise: SelectionNoise | None = None,
+    ) -> Routing:
         """
         Routes tokens.
 
@@ -111,6 +118,7 @@ class Router(nn.Module, ABC):
             x_TH: [T, H], any float dtype.
             keep_T: [T] bool, True for real tokens (others are routed but neither counted nor in the losses); None: all.
             record_statistics: count the picks for the balance rule.
+            noise: added to the scores that select, not to those that weigh; None in evaluation.
         """
 
     @abstractmethod
@@ -157,7 +165,13 @@ class FlatRouter(Router):
         if self.null_logit is not None:
             self.null_logit.requires_grad_(self.num_null > 0 and (self.softmax or not self.null_renorm))
 
-    def forward(self, x_TH: torch.Tensor, keep_T: torch.Tensor | None, record_statistics: bool) -> Routing:
+    def forward(
+        self,
+        x_TH: torch.Tensor,
+        keep_T: torch.Tensor | None,
+        record_statistics: bool,
+        noise: SelectionNoise | None = None,
+    ) -> Routing:
         """See `Router.forward`; picks are in the order of their selection scores."""
         logits_TE = self._linear(x_TH, self.weight)
         if self.softmax:
@@ -167,6 +181,8 @@ class FlatRouter(Router):
             null_score = self.null_logit.sigmoid() if self.num_null else None
             scores_TS = self._with_null(logits_TE.sigmoid(), null_score)
             selection_TS = scores_TS + self._with_null(self.logit_bias[None], self.null_bias)
+        if noise is not None:
+            selection_TS = selection_TS + noise.draw(torch.arange(selection_TS.shape[1], device=x_TH.device))
         picks_TK = top_k(selection_TS, self.top_k)
         picked_TK = scores_TS.gather(1, picks_TK).double()
         weights_TK = picked_TK.softmax(-1) if self.softmax else _normalized(picked_TK)
@@ -234,17 +250,32 @@ class GroupedRouter(Router):
             self.register_buffer(f"{level}_bias", torch.zeros(shape, dtype=torch.float32))
             self.register_buffer(f"{level}_usage_ema", torch.full(shape, 1 / shape[-1], dtype=torch.float32))
 
-    def forward(self, x_TH: torch.Tensor, keep_T: torch.Tensor | None, record_statistics: bool) -> Routing:
+    def forward(
+        self,
+        x_TH: torch.Tensor,
+        keep_T: torch.Tensor | None,
+        record_statistics: bool,
+        noise: SelectionNoise | None = None,
+    ) -> Routing:
         """See `Router.forward`; picks are ordered by group, then by member."""
         logits_TP = self._linear(x_TH, self.group.weight)
         scores_TP = logits_TP.sigmoid()
-        groups_Tg = top_k(scores_TP + self.group_bias, self.groups_per_token)
+        selection_TP = scores_TP + self.group_bias
+        if noise is not None:
+            selection_TP = selection_TP + noise.draw(torch.arange(self.num_groups, device=x_TH.device))
+        groups_Tg = top_k(selection_TP, self.groups_per_token)
         omega_Tg = _normalized(scores_TP.gather(1, groups_Tg).double())
 
         logits_TPM = self._linear(x_TH, self.member.weight).unflatten(1, (self.num_groups, self.group_size))
         chosen = groups_Tg[:, :, None].expand(-1, -1, self.group_size)
         logits_TgM = logits_TPM.gather(1, chosen)
-        members_Tgm = top_k(logits_TgM + self.member_bias[groups_Tg], self.members_per_group)
+        selection_TgM = logits_TgM + self.member_bias[groups_Tg]
+        if noise is not None:  # the members' slots come after those of the groups
+            member = torch.arange(self.group_size, device=x_TH.device)
+            selection_TgM = selection_TgM + noise.draw(
+                self.num_groups + groups_Tg[:, :, None] * self.group_size + member
+            )
+        members_Tgm = top_k(selection_TgM, self.members_per_group)
         pi_Tgm = logits_TgM.gather(2, members_Tgm).double().softmax(-1)
 
         experts_TK = (groups_Tg[:, :, None] * self.group_size + members_Tgm).flatten(1)

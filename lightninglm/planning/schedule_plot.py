@@ -12,13 +12,14 @@ from lightninglm.training.schedule import learning_rate_factor
 POINTS = 400  # per stage
 
 
-def schedule_points(stage: Stage) -> list[tuple[int, float]]:
+def schedule_points(stage: Stage, parent_rate: float | None = None) -> list[tuple[int, float]]:
     """(step, learning rate of the group with multiplier 1) at the ends of the stage, of its warm-up, and in between."""
     recipe = stage.recipe
-    total = recipe.total_steps
+    total, schedule, peak = recipe.total_steps, recipe.schedule_in_steps, recipe.optimizer.lr
     steps = {round(i * (total - 1) / POINTS) for i in range(POINTS + 1)}
-    steps |= {min(total - 1, max(0, recipe.schedule.warmup_steps + i)) for i in (-1, 0)}
-    return [(step, recipe.optimizer.lr * learning_rate_factor(step, total, recipe.schedule)) for step in sorted(steps)]
+    steps |= {min(total - 1, max(0, schedule.warmup_steps + i)) for i in (-1, 0)}
+    last = None if parent_rate is None else parent_rate / peak
+    return [(step, peak * learning_rate_factor(step, total, schedule, last)) for step in sorted(steps)]
 
 
 def plot_schedule(stages: Sequence[Stage], file: Path) -> None:
@@ -30,11 +31,13 @@ def plot_schedule(stages: Sequence[Stage], file: Path) -> None:
     names = [f"{i} {s.recipe.name}{'' if s.config.rope_enabled else ' (no RoPE)'}" for i, s in enumerate(stages, 1)]
     figure.suptitle("\n".join("    ".join(names[i : i + 5]) for i in range(0, len(names), 5)), fontsize=9)
     start = 0.0
+    final_rates: dict[str, float] = {}
     for i, stage in enumerate(stages):
         recipe = stage.recipe
         tokens_per_step = recipe.train.global_batch * recipe.data.sequence_length
         end = start + recipe.total_steps * tokens_per_step / 1e9
-        points = schedule_points(stage)
+        points = schedule_points(stage, final_rates.get(recipe.grow.source) if recipe.grow else None)
+        final_rates[recipe.name] = points[-1][1]
         at = [start + (step + 1) * tokens_per_step / 1e9 for step, _ in points]
         rate.plot(at, [lr for _, lr in points], color="black", linewidth=1)
         rate.text((start + end) / 2, 1.02, str(i + 1), ha="center", transform=rate.get_xaxis_transform())

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from lightninglm.checkpoint import is_base, is_stacked
+from lightninglm.distributed.expert_parallel import dispatch_rows
 from lightninglm.modeling.configuration_lightninglm import LightningLMConfig
 from lightninglm.modeling.modeling_lightninglm import LightningLMForCausalLM
 from lightninglm.modeling.parameter_roles import ADAPTERS, role
@@ -145,6 +146,23 @@ def ledger(
                     expert_bytes["optimizer"] += each * (2 if zero_stage == 0 else 3) * FP32
     rows = {part: LedgerRow(*total) for part, total in totals.items() if any(total)}
     return Ledger(world_size, rows, {name: size for name, size in expert_bytes.items() if size}, routed_weights)
+
+
+def dispatch_line(config: LightningLMConfig, *, tokens: int, expert_parallel: int, dtype: str = "fp32") -> str:
+    """
+    One line: the buffers of a layer's rows on their way to the experts of other ranks, which the load decides.
+
+    Args:
+        tokens: of one rank, per micro-batch.
+        expert_parallel, dtype: as in `ledger`.
+    """
+    rows = dispatch_rows(tokens, config.num_experts_per_tok, config.num_experts, expert_parallel)
+    itemsize = FP32 if dtype == "fp32" else torch.bfloat16.itemsize
+    balanced, most = (count * config.hidden_size * itemsize for count in rows)
+    return (
+        f"rows of one MoE layer on their way: {balanced:,} bytes on each rank when the load is balanced, "
+        f"{most:,} at most, on a rank whose experts get every token"
+    )
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,14 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 from rich.console import Console
 
 from lightninglm.checkpoint import CheckpointReader, newest_checkpoint
 from lightninglm.recipe import RecipeError
+from lightninglm.training.interruption import EXIT_STOPPED
 from lightninglm.training.prepare import prepare_stage
 from lightninglm.training.run_lock import RunLock
 from lightninglm.training.summary import print_summary, summarize, write_summary
@@ -31,6 +33,8 @@ def run_lineage(
     overrides: list[str],
     accept_changes: bool,
     console: Console,
+    deadline: float | None = None,
+    stop_file: Path | None = None,
 ) -> int:
     """
     Trains every unfinished stage, grows between them, and ends with a table and `<run_folder>/summary.json`.
@@ -42,6 +46,7 @@ def run_lineage(
         stage_script: `launch/stage.py`, started by `deepspeed --num_gpus N`.
         overrides: `--set` values, passed on to every stage.
         accept_changes: continue although a recipe was edited after its stage began.
+        deadline, stop_file: as for `run_stage`.
     Returns:
         0 when every stage has finished, else the exit code of what ended first.
     """
@@ -59,12 +64,17 @@ def run_lineage(
                     *("--recipe", str(file), "--run", str(run_folder)),
                     *(word for override in overrides for word in ("--set", override)),
                     *(["--accept-changes"] if accept_changes else []),
+                    *(["--deadline", datetime.fromtimestamp(deadline).isoformat()] if deadline is not None else []),
+                    *(["--stop-file", str(stop_file)] if stop_file is not None else []),
                 ]
+                if deadline is not None and time.time() >= deadline:
+                    console.print(f"the deadline passed before stage '{recipe.name}' began; the same command goes on")
+                    return EXIT_STOPPED
                 code, asked = run_group(command, os.environ | {LINEAGE_PID: str(os.getpid())})
             if not _finished(recipe, run_folder, accept_changes=True):
-                if asked:
+                if asked or code == EXIT_STOPPED:
                     console.print(f"stopped in stage '{recipe.name}'; the same command goes on from there")
-                    return 128 + 15
+                    return 128 + 15 if asked else EXIT_STOPPED
                 console.print(f"stage '{recipe.name}' ended with exit code {code} before it was finished", style="red")
                 return code or 1
         summary = summarize(run_folder, [recipe.name for recipe in recipes], _Stopwatch.read(run_folder))
@@ -80,7 +90,7 @@ def _finished(recipe, run_folder: Path, accept_changes: bool) -> bool:
     if folder is None:
         return False
     state = CheckpointReader(folder, verify=None).trainer_state
-    if state["finished"] and not accept_changes and state["recipe_sha256"] != recipe.sha256():
+    if state["finished"] and not accept_changes and not recipe.is_same(state["recipe"]):
         raise RecipeError(
             f"the recipe of stage '{recipe.name}' was edited after the stage finished in {folder}; use another run "
             "folder, or --accept-changes to keep the stage as it is"

@@ -1,6 +1,7 @@
 """Where a run's numbers go: a progress line on the terminal, `metrics.jsonl`, and Weights & Biases when asked."""
 
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -50,7 +51,7 @@ class MetricsLogger:
 
     def step(self, values: dict[str, Any]) -> None:
         """Records one optimizer step; `values` needs `step`, `loss`, `tokens_per_second` and `learning_rate`."""
-        self._file.write(json.dumps(values) + "\n")
+        self._file.write(json.dumps(_json_values(values), allow_nan=False) + "\n")
         self._file.flush()
         numbers = f"loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} tok/s"
         if self._progress:
@@ -103,6 +104,13 @@ def _start_wandb(folder: Path, options: dict[str, Any], step: int):
     if step == 0 or not id_file.exists():
         id_file.write_text(wandb.util.generate_id())
     return wandb.init(id=id_file.read_text(), resume="allow", dir=str(folder), **options)
+
+
+def _json_values(values: Any) -> Any:
+    """Numbers that are not finite as null: JSON has no others."""
+    if isinstance(values, dict):
+        return {key: _json_values(value) for key, value in values.items()}
+    return None if isinstance(values, float) and not math.isfinite(values) else values
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

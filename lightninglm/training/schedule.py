@@ -9,21 +9,23 @@ class ScheduleLike(Protocol):
 
     kind: str
     warmup_steps: int
-    warmup_from: float
+    warmup_from: float | str
     stable_fraction: float
     final_ratio: float
 
 
-def learning_rate_factor(step: int, total_steps: int, schedule: ScheduleLike) -> float:
+def learning_rate_factor(step: int, total_steps: int, schedule: ScheduleLike, last: float | None = None) -> float:
     """
     Multiplier of the peak learning rate for optimizer step `step` (0-based) of `total_steps`.
 
     Warm-up rises linearly from `warmup_from` (a fraction of the peak) and reaches 1 on step `warmup_steps`. After it:
     `constant` stays at 1; `cosine` falls to `final_ratio` at the last step (Loshchilov and Hutter, 2017); `wsd` stays
     at 1 until `stable_fraction` of all steps are done, then falls linearly to `final_ratio` (Hu et al., 2024).
+
+    last: the parent stage's last learning rate over this peak, above 1 when it was higher; for `warmup_from: last`.
     """
     if step < schedule.warmup_steps:
-        start = schedule.warmup_from
+        start = last if schedule.warmup_from == "last" else schedule.warmup_from
         return start + (1 - start) * (step + 1) / schedule.warmup_steps
     if schedule.kind == "constant":
         return 1.0

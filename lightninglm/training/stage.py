@@ -16,6 +16,7 @@ from lightninglm.checkpoint import (
     prune,
     remove_leftovers,
     set_aside,
+    write_hashes,
 )
 from lightninglm.checkpoint.layout import step_folder
 from lightninglm.data.loader import PackedData
@@ -32,10 +33,11 @@ from lightninglm.modeling.byte_embedding import token_bytes, tokens_sha256
 from lightninglm.modeling.configuration_lightninglm import LightningLMConfig
 from lightninglm.modeling.initialization import allocate_model, initialize_model
 from lightninglm.modeling.modeling_lightninglm import LightningLMForCausalLM
-from lightninglm.training.interruption import Interruption
-from lightninglm.training.ledger import ledger, part_of
+from lightninglm.training.interruption import Deadline, Interruption
+from lightninglm.training.knobs import KnobsFile
+from lightninglm.training.ledger import dispatch_line, ledger, part_of
 from lightninglm.training.lineage import LINEAGE_PID
-from lightninglm.training.loop import Trainer
+from lightninglm.training.loop import EXIT_NOT_FINITE, Trainer, TrainingError
 from lightninglm.training.metrics import MetricsLogger
 from lightninglm.training.prepare import data_folder
 
@@ -51,7 +53,14 @@ class _Start:
     data: PackedData
 
 
-def run_stage(recipe, run_folder: Path, *, accept_changes: bool = False) -> int:
+def run_stage(
+    recipe,
+    run_folder: Path,
+    *,
+    accept_changes: bool = False,
+    deadline: float | None = None,
+    stop_file: Path | None = None,
+) -> int:
     """
     Trains the stage to its end, or until it is asked to stop.
 
@@ -61,10 +70,13 @@ def run_stage(recipe, run_folder: Path, *, accept_changes: bool = False) -> int:
         recipe: the stage.
         run_folder: holds `data/` and one folder per stage.
         accept_changes: go on although the recipe differs from the one the newest checkpoint was made with.
+        deadline: Unix time by which the stage has saved and stopped.
+        stop_file: a file whose appearance makes the stage save and stop.
     Returns:
-        0, or 128 + the signal's number when a signal stopped it (everything is saved then).
+        0; 128 + the signal's number or `EXIT_STOPPED` when it was stopped (everything is saved then);
+        `EXIT_NOT_FINITE` after too many non-finite steps in a row.
     Raises:
-        ValueError: bad input, in one line. TrainingError: a non-finite loss.
+        ValueError: bad input, in one line.
     """
     folder = run_folder / recipe.name
     with raise_together():
@@ -97,7 +109,11 @@ def run_stage(recipe, run_folder: Path, *, accept_changes: bool = False) -> int:
             logger.say(f"goes on from {start.checkpoint}" if start.checkpoint else "starts from a fresh initialisation")
 
     watched = os.environ.get(LINEAGE_PID)
-    with Interruption(watch_pid=int(watched) if watched else None) as interruption:
+    with Interruption(
+        watch_pid=int(watched) if watched else None,
+        deadline=Deadline(deadline) if deadline is not None and is_main_rank() else None,
+        stop_file=stop_file if is_main_rank() else None,
+    ) as interruption:
         engine = _build_engine(recipe, start, ds_config, logger)
         order = GlobalOrder(data.sizes, recipe.data.mixture, recipe.data.seed, state["data"]["domain_offsets"])
 
@@ -107,6 +123,8 @@ def run_stage(recipe, run_folder: Path, *, accept_changes: bool = False) -> int:
             with raise_together():  # a failed save is raised on all ranks at once, a full disk for example
                 save_checkpoint(engine, target, state, tokenizer_folder=data.folder / "tokenizer")
             if is_main_rank():
+                if state["finished"]:
+                    write_hashes(target)
                 prune(folder, recipe.checkpoint.keep)
                 logger.say(f"saved {target}")
 
@@ -120,12 +138,21 @@ def run_stage(recipe, run_folder: Path, *, accept_changes: bool = False) -> int:
             save=save,
             logger=logger,
             interruption=interruption,
+            knobs_file=KnobsFile(folder / "knobs.yaml", start.config) if is_main_rank() else None,
         )
-        finished = trainer.train()
+        try:
+            finished = trainer.train()
+        except TrainingError as error:
+            if logger:
+                logger.say(f"stopped, exit code {EXIT_NOT_FINITE}: {error}")
+                logger.close()
+            return EXIT_NOT_FINITE
         if logger:
             if not finished:
-                reason = interruption.reason or "a signal to another rank"
-                logger.say(f"stopped by {reason} after step {state['step']}; the same command goes on from there")
+                logger.say(
+                    f"stopped after step {state['step']}, exit code {interruption.exit_code}: {interruption.reason}; "
+                    "the same command goes on from there"
+                )
             logger.close()
         return 0 if finished else interruption.exit_code
 
@@ -153,7 +180,7 @@ def _find_start(recipe, run_folder: Path, accept_changes: bool) -> _Start:
             eos_token_id=data.tokenizer.end_id,
             pad_token_id=data.tokenizer.end_id,
         )
-        _check_adapters(recipe, config)
+        _check_experts(recipe, config)
         return _Start(None, skipped, config, state, data)
 
     reader = CheckpointReader(checkpoint, verify=None)  # newest_checkpoint has verified it
@@ -164,7 +191,11 @@ def _find_start(recipe, run_folder: Path, accept_changes: bool) -> _Start:
     if config.tokenizer_sha256 != tokenizer_sha256:
         raise CheckpointError(f"{checkpoint}: was trained with another tokenizer than {data.folder / 'tokenizer'}")
     recipe.check_world(world_size(), config.num_experts)
-    _check_adapters(recipe, config)
+    _check_experts(recipe, config)
+    if recipe.schedule.warmup_from == "last" and state.get("parent_learning_rate") is None:
+        raise recipe.error(
+            "schedule.warmup_from", f"the parent of {checkpoint} did not record its last learning rate; give a number"
+        )
     if state["step"]:
         _check_same_recipe(recipe, state, checkpoint, accept_changes)
     else:
@@ -173,9 +204,11 @@ def _find_start(recipe, run_folder: Path, accept_changes: bool) -> _Start:
     return _Start(checkpoint, skipped, config, state, data)
 
 
-def _check_adapters(recipe, config: LightningLMConfig) -> None:
+def _check_experts(recipe, config: LightningLMConfig) -> None:
     if recipe.train.merge_adapters_every is not None and config.expert_quantization is None:
         raise recipe.error("train.merge_adapters_every", "the model has no adapters: its experts are not quantized")
+    if recipe.train.sampled_selection is not None and not config.num_experts:
+        raise recipe.error("train.sampled_selection", "the model has no experts to sample")
 
 
 def _fresh_state(recipe) -> dict[str, Any]:
@@ -224,7 +257,7 @@ def _enter_stage(recipe, state: dict[str, Any]) -> None:
 
 
 def _check_same_recipe(recipe, state: dict[str, Any], checkpoint: Path, accept_changes: bool) -> None:
-    if accept_changes or state["recipe_sha256"] == recipe.sha256():
+    if accept_changes or recipe.is_same(state["recipe"]):
         return
     changed = _differences(state["recipe"], recipe.resolved())
     raise CheckpointError(
@@ -253,6 +286,10 @@ def _build_engine(recipe, start: _Start, ds_config: dict[str, Any], logger: Metr
     if logger:
         for line in planned.lines():
             logger.say(line)
+        if recipe.train.expert_parallel > 1:
+            tokens = recipe.train.micro_batch * recipe.data.sequence_length
+            options = {"expert_parallel": recipe.train.expert_parallel, "dtype": recipe.train.dtype}
+            logger.say(dispatch_line(start.config, tokens=tokens, **options))
     with torch.device("meta"):
         model = LightningLMForCausalLM(start.config)
     apply_expert_parallel(model, recipe.train.expert_parallel)

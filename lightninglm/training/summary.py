@@ -35,13 +35,14 @@ def summarize(run_folder: Path, stages: list[str], wall_seconds: float) -> dict[
         reader = CheckpointReader(folder, verify=None)
         state = reader.trainer_state
         count = count_parameters(LightningLMConfig.from_dict(reader.config))
+        applied = [row for row in read_metrics(run_folder / name) if "skipped" not in row]
         rows.append(
             {
                 "name": name,
                 "stored_parameters": count.stored,
                 "active_parameters": count.active,
                 "tokens": state["tokens"],
-                "train_loss": fmean(row["loss"] for row in read_metrics(run_folder / name)[-LAST_STEPS:]),
+                "train_loss": fmean(row["loss"] for row in applied[-LAST_STEPS:]) if applied else None,
                 "heldout": state["heldout"],
             }
         )

@@ -5,15 +5,15 @@ import signal
 import subprocess
 import time
 
-FORWARDED = (signal.SIGINT, signal.SIGTERM)
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def run_group(command: list[str], env: dict[str, str]) -> tuple[int, bool]:
     """
     Runs `command` in a process group of its own until every process of the group has ended.
 
-    Ctrl-C and SIGTERM reach the whole group once, as SIGTERM, and the call goes on waiting, because the ranks save a
-    checkpoint before they leave; a second Ctrl-C kills the group.
+    Ctrl-C, SIGTERM and SIGUSR1 reach the whole group, as SIGTERM, and the call goes on waiting, because the ranks save
+    a checkpoint before they leave; a second Ctrl-C kills the group.
 
     Returns:
         (exit code of the command, whether a signal asked for the end).

@@ -1,12 +1,15 @@
 """Small real checkpoints: all modules on, nothing at its initial value, Adam moments that are not zero."""
 
+import hashlib
 import json
 import re
 
 import torch
 
 from lightninglm.checkpoint import CheckpointReader, CheckpointWriter
+from lightninglm.checkpoint.layout import decode_head
 from lightninglm.checkpoint.model_tensors import model_tensors
+from lightninglm.checkpoint.writer import manifest_sha256
 from lightninglm.modeling.byte_embedding import byte_alphabet, token_bytes, tokens_sha256
 from lightninglm.modeling.configuration_lightninglm import LightningLMConfig
 from lightninglm.modeling.modeling_lightninglm import LightningLMForCausalLM
@@ -162,3 +165,18 @@ def rewrite_config(folder, target, changes):
         extra = {receipt.name: receipt.read_bytes()}
         writer.commit(reader.config | changes, reader.trainer_state, tokenizer_folder=folder, extra_files=extra)
     return target
+
+
+def plant_nan(folder, name):
+    """Makes the first value of a stored fp32 tensor NaN, behind the writer's back, with hashes that match."""
+    file = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"][name]
+    head, start = decode_head(folder / file)
+    data = bytearray((folder / file).read_bytes())
+    low, high = (start + offset for offset in head[name]["data_offsets"])
+    data[low : low + 4] = b"\x00\x00\xc0\x7f"
+    (folder / file).write_bytes(data)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["tensors"][name]["sha256"] = hashlib.sha256(data[low:high]).hexdigest()
+    manifest["files"][file]["sha256"] = hashlib.sha256(data).hexdigest()
+    manifest["sha256"] = manifest_sha256(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))

@@ -1,20 +1,16 @@
 """Bad input is refused with one clear message, and nothing is written."""
 
-import hashlib
-import json
 import shutil
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from small_checkpoints import MIXTURE, rewrite, small_config, write_checkpoint, write_tokenizer
+from small_checkpoints import MIXTURE, plant_nan, rewrite, small_config, write_checkpoint, write_tokenizer
 
 import growth.job
 from growth.core import grow
 from growth.errors import GrowthError, ReceiptError
 from lightninglm.checkpoint import CheckpointError, CheckpointReader
-from lightninglm.checkpoint.layout import decode_head
-from lightninglm.checkpoint.writer import manifest_sha256
 
 
 def refused(source, tmp_path, operator, message, error=GrowthError, **options):
@@ -161,20 +157,6 @@ def test_a_source_with_nan(mixture, tmp_path):
     shutil.copytree(mixture, source)
     plant_nan(source, "model.layers.0.mlp.experts.2.up_proj.weight")
     refused(source, tmp_path, "multiply_experts", r"experts\.2\.up_proj\.weight holds NaN", num_experts=12)
-
-
-def plant_nan(folder, name):
-    file = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"][name]
-    head, start = decode_head(folder / file)
-    data = bytearray((folder / file).read_bytes())
-    low, high = (start + offset for offset in head[name]["data_offsets"])
-    data[low : low + 4] = b"\x00\x00\xc0\x7f"
-    (folder / file).write_bytes(data)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["tensors"][name]["sha256"] = hashlib.sha256(data[low:high]).hexdigest()
-    manifest["files"][file]["sha256"] = hashlib.sha256(data).hexdigest()
-    manifest["sha256"] = manifest_sha256(manifest)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 def test_a_source_with_a_flipped_bit(mixture, tmp_path):

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from small_checkpoints import VOCABULARY, small_config, write_checkpoint
+from small_training import train
 
 from growth.receipt import load_model
 
@@ -47,6 +48,22 @@ def test_exact_growth_preserves_every_output(operator, dense, mixture, grown, he
     assert receipt["passed"]
     assert receipt["measured"]["logits"]["relative"] <= 1e-6
     assert receipt["measured"]["logits"]["second_token_relative"] <= 1e-6
+
+
+def test_exact_growth_of_trained_models_changes_no_domain(dense, grown, heldout, tmp_path):
+    """A lineage as in practice: train, grow, train on what was grown, grow again; every receipt on every domain."""
+    folder = dense
+    for i, (operator, options) in enumerate(EXACT.items()):
+        trained = train(folder, 15, tmp_path / f"trained-{i}")
+        folder = grown(trained, operator, heldout=heldout, **options)
+        measured = json.loads((folder / "growth_receipt.json").read_text())["measured"]
+        assert measured["logits"]["relative"] <= 1e-6
+        assert measured["logits"]["second_token_relative"] <= 1e-6
+        assert set(measured["heldout"]) == {"code", "english"}
+        for loss in measured["heldout"].values():
+            assert abs(loss["after"] - loss["before"]) <= 1e-4
+        for new, old in zip(outputs(folder), outputs(trained), strict=True):
+            assert relative(new, old) <= 1e-6
 
 
 @pytest.mark.parametrize("operator", ["dense_to_moe", "deepen"])

@@ -1,10 +1,11 @@
 """`verify` finds every silent failure in a grown checkpoint by name, though all of its hashes are consistent."""
 
 import json
+import shutil
 
 import pytest
 import torch
-from small_checkpoints import read_all, rewrite
+from small_checkpoints import plant_nan, read_all, rewrite, write_tokenizer
 
 from growth.errors import GrowthError
 from growth.verify import diff, verify
@@ -98,6 +99,43 @@ def test_planted_failures_are_named(fault, names, pair, tmp_path):
     assert found >= set(names)
     unrelated = {"model.embed_tokens.proj.weight", f"{BLOCK}.experts.0.gate_proj.weight"}
     assert not found & unrelated
+
+
+def test_a_planted_nan_is_named(pair, tmp_path):
+    source, target = pair
+    bad = shutil.copytree(target, tmp_path / "bad")
+    plant_nan(bad, f"{BLOCK}.experts.7.up_proj.weight")
+    findings = verify(source, bad, None, progress=False)["findings"]
+    assert [finding["tensor"] for finding in findings] == [f"{BLOCK}.experts.7.up_proj.weight"]
+
+
+def test_an_odd_zero_step_insertion_is_named(mixture, grown, tmp_path):
+    target = grown(mixture, "deepen", source_layers=[0, 1, 2, 3, 0, 1])
+    tensors, reader = read_all(target), CheckpointReader(target)
+    sizes = [*reader.config["step_sizes"][:5], 0.25]  # the second layer of the pair is on: an odd run of zero steps
+    tensors["model.step_size"] = torch.tensor(sizes)
+    receipt = {"growth_receipt.json": (target / "growth_receipt.json").read_bytes()}
+    with CheckpointWriter(tmp_path / "bad") as writer:
+        for name, tensor in tensors.items():
+            writer.add(name, tensor)
+        config = reader.config | {"step_sizes": sizes}
+        writer.commit(config, reader.trainer_state, tokenizer_folder=target, extra_files=receipt)
+    findings = verify(mixture, tmp_path / "bad", None, progress=False)["findings"]
+    assert [finding["tensor"] for finding in findings] == ["config.json", "model.step_size", "config.step_sizes"]
+    assert "1 zero-step layer(s) at 4..4; a run must have an even length" in findings[0]["found"]
+
+
+def test_another_tokenizer_is_named(pair, tmp_path):
+    source, target = pair
+    tensors, reader = read_all(target), CheckpointReader(target)
+    receipt = {"growth_receipt.json": (target / "growth_receipt.json").read_bytes()}
+    with CheckpointWriter(tmp_path / "bad") as writer:
+        for name, tensor in tensors.items():
+            writer.add(name, tensor)
+        other = write_tokenizer(tmp_path / "other", reverse=True)
+        writer.commit(reader.config, reader.trainer_state, tokenizer_folder=other, extra_files=receipt)
+    findings = verify(source, tmp_path / "bad", None, progress=False)["findings"]
+    assert [finding["tensor"] for finding in findings] == ["tokenizer.json"]
 
 
 def test_an_untouched_pair_passes_and_measures_what_the_receipt_says(mixture, grown, heldout):

@@ -6,7 +6,7 @@ from lightninglm.distributed.memory import measured_bytes
 from lightninglm.distributed.optimizer_state import OptimizerState
 from lightninglm.modeling.parameter_roles import ADAPTERS
 from lightninglm.modeling.presets import preset
-from lightninglm.training.ledger import BASES, EXPERTS, ledger, part_of
+from lightninglm.training.ledger import BASES, EXPERTS, dispatch_line, ledger, part_of
 from tests.distributed.ranks import run_ranks
 from tests.distributed.tiny import INT8, tiny_config, tiny_engine, tiny_model
 
@@ -70,3 +70,11 @@ def test_a_difference_is_named():
     optimizer[ADAPTERS] -= 4
     text = planned.compare(weights, optimizer)
     assert f"adapters, optimizer: {optimizer[ADAPTERS]:,} where the ledger has {optimizer[ADAPTERS] + 4:,}" in text
+
+
+def test_the_buffers_of_a_layers_rows_are_stated():
+    """Balanced 4 T K rows, at most 3 * 8 T K + T K of them; `test_expert_parallel.py` measures both."""
+    line = dispatch_line(quantized_120b("int4"), tokens=4 * 4096, expert_parallel=8, dtype="bf16")
+    sent = 4 * 4096 * 12 * 4096 * 2
+    assert f" {4 * sent:,} bytes on each rank when" in line
+    assert f" {25 * sent:,} at most" in line

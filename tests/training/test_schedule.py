@@ -56,3 +56,27 @@ def test_step_sizes_ramp_linearly_and_stay_at_their_target():
     assert ramped_step_sizes(0, None) is None
     assert ramped_step_sizes(0, ramp) == pytest.approx([0.125, 0.05])
     assert ramped_step_sizes(4, ramp) == ramped_step_sizes(400, ramp) == [0.125, 0.25]
+
+
+@pytest.mark.parametrize("last", [0.0, 0.25, 1.0, 3.0])
+def test_warm_up_from_the_last_rate_is_linear_whether_it_rises_or_falls(last):
+    factors = [learning_rate_factor(step, 100, schedule(warmup_from="last"), last) for step in range(10)]
+    assert factors == pytest.approx([last + (1 - last) * (step + 1) / 10 for step in range(10)])
+
+
+@pytest.mark.parametrize("kind", ["cosine", "wsd", "constant"])
+@pytest.mark.parametrize("warmup", [0, 1, 7])
+@pytest.mark.parametrize("total", [8, 50])
+def test_every_step_is_on_the_closed_form(kind, warmup, total):
+    """The schedule as three functions of the step, written down a second time."""
+    decay_start = max(warmup, round(0.5 * total)) if kind == "wsd" else warmup
+    for step in range(total):
+        factor = learning_rate_factor(step, total, schedule(kind=kind, warmup_steps=warmup, warmup_from=0.3))
+        done = (step + 1 - decay_start) / (total - decay_start)
+        if step < warmup:
+            expected = 0.3 + 0.7 * (step + 1) / warmup
+        elif kind == "constant" or done <= 0:
+            expected = 1.0
+        else:
+            expected = 1 - 0.9 * done if kind == "wsd" else 0.55 + 0.45 * math.cos(math.pi * done)
+        assert factor == pytest.approx(expected, abs=1e-12), step

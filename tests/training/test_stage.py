@@ -138,3 +138,19 @@ def test_the_log_holds_what_a_step_should_tell(undisturbed):
     assert row["reversibility"]["passes_verified"] > 0 and row["peak_memory_bytes"] > 0
     assert set(row["heldout"]) == {"prose", "verse"}
     assert row["loss"] == pytest.approx(row["next_token_loss"] + 0.3 * row["second_token_loss"] + row["aux_loss"])
+
+
+def test_sampled_selection_goes_on_bit_for_bit_and_does_not_depend_on_the_ranks(prepared, tmp_path):
+    source, file = prepared
+    options = ["train.tokens=1536", "train.sampled_selection={steps: 5, temperature: 0.1}", "evaluate.every=100"]
+    runs = {name: tmp_path / name for name in ("whole", "stopped", "one", "hard")}
+    for run in runs.values():
+        shutil.copytree(source, run)
+    assert train(file, runs["whole"], 2, options) == [0, 0]
+    assert train(file, runs["stopped"], 2, options, stop_at=2) == [128 + signal.SIGTERM] * 2
+    assert train(file, runs["stopped"], 2, options) == [0, 0]
+    assert losses(runs["stopped"]) == losses(runs["whole"])
+    assert train(file, runs["one"], 1, options) == [0]
+    assert losses(runs["one"]) == pytest.approx(losses(runs["whole"]), rel=1e-6)
+    assert train(file, runs["hard"], 1, [*options[:1], options[2]]) == [0]
+    assert losses(runs["hard"])[1] != pytest.approx(losses(runs["one"])[1], rel=1e-6)
