@@ -12,46 +12,65 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from growth.errors import GrowthError
-from growth.grown_config import grown_configs
-from lightninglm.checkpoint import CheckpointError, compare_hashes, read_hashes
-from lightninglm.distributed.ds_config import DsConfigError
-from lightninglm.doctor.checkpoints import check_checkpoints
+from growth.progress import transfer_bar
+from lightninglm.checkpoint import CheckpointError, Comparison, compare_hashes, read_hashes
+from lightninglm.doctor.checkpoints import bytes_to_check, check_checkpoints
 from lightninglm.doctor.checks import Check, as_json, exit_code, print_checks
 from lightninglm.doctor.environment import check_environment, check_plan, rank_memory
-from lightninglm.planning.plan import Node, plan_lineage
-from lightninglm.planning.stages import load_stages
-from lightninglm.recipe import RecipeError
 
-SHOWN = 10  # tensors of one stage
+SHOWN = 10  # tensors of one stage, of each kind
+
+
+class BadRecipe(ValueError):
+    """A recipe that cannot be planned."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    args = _parser().parse_args(arguments)
+    args = _parser().parse_args(arguments, argparse.Namespace(json=False))
     console = Console(width=None if sys.stdout.isatty() else 140)
     try:
         return {"checkpoint": _checkpoint, "hashes": _hashes, None: _environment}[args.command](args, console)
-    except (RecipeError, DsConfigError, GrowthError, CheckpointError, OSError) as error:
+    except (BadRecipe, CheckpointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
 def _environment(args: argparse.Namespace, console: Console) -> int:
-    plan = None
+    ranks, of_recipe = args.num_gpus, []
     if args.recipe is not None:  # bad input first
-        stages, ranks = load_stages(args.recipe, grown_configs, (), args.num_gpus)
-        plan = plan_lineage(stages, Node(ranks, rank_memory(ranks), 1.0, (0.3,)))
-    checks = check_environment(args.run, args.num_gpus)
-    if plan is not None:
-        checks += check_plan(plan, args.run)
+        try:
+            ranks, plan = _plan(args.recipe, args.num_gpus)
+            of_recipe = check_plan(plan, args.run)
+        except ImportError as error:
+            of_recipe = [Check("recipe", "problem", f"not checked: {error}", "pip install -r requirements.txt")]
+    checks = [*check_environment(args.run, ranks), *of_recipe]
     return _report("this machine", checks, args.json, console)
 
 
+def _plan(recipe: Path, gpus: int | None) -> tuple[int, dict[str, Any]]:
+    """Ranks and plan of a recipe. Imports what it needs itself: the report must come without DeepSpeed too."""
+    from growth.errors import GrowthError
+    from growth.grown_config import grown_configs
+    from lightninglm.distributed.ds_config import DsConfigError
+    from lightninglm.planning.plan import Node, plan_lineage
+    from lightninglm.planning.stages import load_stages
+    from lightninglm.recipe import RecipeError
+
+    try:
+        stages, ranks = load_stages(recipe, grown_configs, (), gpus)
+        return ranks, plan_lineage(stages, Node(ranks, rank_memory(ranks), 1.0, (0.3,)))
+    except (RecipeError, DsConfigError, GrowthError) as error:
+        raise BadRecipe(str(error)) from error
+
+
 def _checkpoint(args: argparse.Namespace, console: Console) -> int:
-    checks = check_checkpoints(args.folder, "full" if args.full else "fast")
+    shown = args.full and not args.json
+    with transfer_bar(bytes_to_check(args.folder), "reading", shown) as done:
+        checks = check_checkpoints(args.folder, "full" if args.full else "fast", done)
     how = "every byte" if args.full else "sizes, heads and a sample of the tensors; every byte with --full"
     return _report(f"checkpoints in {args.folder}, checked: {how}", checks, args.json, console)
 
@@ -66,41 +85,58 @@ def _hashes(args: argparse.Namespace, console: Console) -> int:
         str(args.second): [s for s in first if s not in second],
     }
     same = all(result.same for result in results.values()) and not any(lacking.values())
+    order = list(first) + lacking[str(args.first)]
+    first_difference = next((stage for stage in order if stage not in results or not results[stage].same), None)
     if args.json:
         stages = {stage: {**vars(result), "same": result.same} for stage, result in results.items()}
-        print(json.dumps({"same": same, "stages": stages, "lacking": lacking}, indent=1))
+        found = {"same": same, "first_difference": first_difference, "stages": stages, "lacking": lacking}
+        print(json.dumps(found, indent=1))
         return int(not same)
     for stage, result in results.items():
-        name = stage or "the stage"
-        if result.same:
-            console.print(f"[green]equal[/green]      {name}: {result.equal:,} tensors")
-            continue
-        console.print(
-            f"[red]different[/red]  {name}: {len(result.different):,} tensors differ, {result.equal:,} are equal"
-        )
-        groups = {"differs": result.different, f"only in {args.first}": result.only_first}
-        for what, names in (groups | {f"only in {args.second}": result.only_second}).items():
-            for tensor in names[:SHOWN]:
-                console.print(f"    {what}: {tensor}", highlight=False, markup=False)
-            if len(names) > SHOWN:
-                console.print(f"    ... and {len(names) - SHOWN:,} more")
+        a, b = first[stage].checkpoint, second[stage].checkpoint
+        _print_stage(f"{stage or 'the stage'} ({a if a == b else f'{a} and {b}'})", result, args, console)
     for run, stages in lacking.items():
         for stage in stages:
             console.print(f"[red]missing[/red]    {run} has no stage {stage}")
+    if first_difference:
+        console.print(f"the first stage that differs is {first_difference}")
     return int(not same)
+
+
+def _print_stage(name: str, result: Comparison, args: argparse.Namespace, console: Console) -> None:
+    if result.same:
+        console.print(f"[green]equal[/green]      {name}: {result.equal:,} tensors")
+        return
+    console.print(f"[red]different[/red]  {name}: {len(result.different):,} tensors differ, {result.equal:,} are equal")
+    alone = [(f"only in {args.first}", result.only_first), (f"only in {args.second}", result.only_second)]
+    for what, names in [("differs", result.different), *alone]:
+        for tensor in names[:SHOWN]:
+            console.print(f"    {what}: {tensor}", highlight=False, markup=False)
+        if len(names) > SHOWN:
+            console.print(f"    ... and {len(names) - SHOWN:,} more")
 
 
 def _report(title: str, checks: list[Check], as_object: bool, console: Console) -> int:
     if as_object:
-        print(json.dumps({"problems": exit_code(checks), "checks": as_json(checks)}, indent=1))
+        print(
+            json.dumps(
+                {"problems": sum(check.state == "problem" for check in checks), "checks": as_json(checks)}, indent=1
+            )
+        )
     else:
         print_checks(title, checks, console)
     return exit_code(checks)
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be a number of GPUs, at least 1")
+    return int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("--json", action="store_true", help="print one JSON object")
+    shared.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON object")
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[shared]
     )
@@ -110,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--run", type=Path, help="folder the checkpoints will be in (default: the current folder's disk)"
     )
-    parser.add_argument("--num-gpus", type=int, metavar="N", help="ranks (default: world_size of lineage.yaml)")
+    parser.add_argument("--num-gpus", type=_positive, metavar="N", help="ranks (default: world_size of lineage.yaml)")
     commands = parser.add_subparsers(dest="command", metavar="{checkpoint,hashes}")
     checkpoint = commands.add_parser(
         "checkpoint", parents=[shared], help="what is wrong with a checkpoint, stage or run"

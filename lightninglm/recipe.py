@@ -204,10 +204,14 @@ class EvaluateSection(Section):
 
 
 class CheckpointSection(Section):
-    """A checkpoint every so many steps and at the end; the newest `keep` stay."""
+    """A checkpoint every so many steps and at the end; the newest `keep` stay. asynchronous: copied to host memory and
+    written while training goes on. verify: what a start checks of the checkpoint it goes on from, every byte or a
+    sample."""
 
     every: Count = 500
     keep: Count = 3
+    asynchronous: bool = False
+    verify: Literal["full", "fast"] = "full"
 
 
 class LoggingSection(Section):

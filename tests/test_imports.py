@@ -25,7 +25,7 @@ ALLOWED = {
         "lightninglm/checkpoint",
         "lightninglm/recipe.py",
     },
-    "lightninglm/doctor": {"lightninglm/distributed", "lightninglm/checkpoint"},
+    "lightninglm/doctor": {"lightninglm/checkpoint"},
     "lightninglm/recipe.py": {"lightninglm/modeling", "lightninglm/data", "lightninglm/yaml_file.py"},
     "lightninglm/yaml_file.py": set(),
     "growth": {"lightninglm/modeling", "lightninglm/checkpoint"},

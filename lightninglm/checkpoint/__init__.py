@@ -2,7 +2,7 @@
 
 from lightninglm.checkpoint.errors import CheckpointError
 from lightninglm.checkpoint.expert_bases import ExpertBaseError, base_hashes, check_bases, is_base
-from lightninglm.checkpoint.hashes import compare_hashes, read_hashes, write_hashes
+from lightninglm.checkpoint.hashes import Comparison, compare_hashes, read_hashes, write_hashes
 from lightninglm.checkpoint.layout import (
     OPTIMIZER_KEYS,
     TensorInfo,
@@ -30,6 +30,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointReader",
     "CheckpointWriter",
+    "Comparison",
     "ExpertBaseError",
     "Finding",
     "Skipped",

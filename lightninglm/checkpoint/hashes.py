@@ -3,22 +3,30 @@
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lightninglm.checkpoint import layout
 from lightninglm.checkpoint.errors import CheckpointError
+from lightninglm.checkpoint.reader import CheckpointReader
 from lightninglm.checkpoint.retention import newest_checkpoint
-from lightninglm.checkpoint.verification import read_manifest
 
 HASHES = "hashes.json"
 
 
 @dataclass(frozen=True)
 class StageHashes:
-    """SHA-256 of the raw bytes of every tensor, weights and optimizer state, and where they were read."""
+    """
+    SHA-256 of the raw bytes of every tensor, weights and optimizer state.
 
-    source: Path
+    Attributes:
+        checkpoint: name of the checkpoint's folder.
+        after: the stages that were trained before this one.
+        tensors: name -> SHA-256.
+    """
+
+    checkpoint: str
+    after: list[str]
     tensors: Mapping[str, str]
 
 
@@ -40,8 +48,7 @@ class Comparison:
 def write_hashes(checkpoint: str | Path) -> Path:
     """Writes `hashes.json` beside a stage's last checkpoint, from its manifest: no tensor is read."""
     checkpoint = Path(checkpoint)
-    tensors = {name: entry["sha256"] for name, entry in sorted(read_manifest(checkpoint)["tensors"].items())}
-    content = {"format": layout.FORMAT, "checkpoint": checkpoint.name, "tensors": tensors}
+    content = {"format": layout.FORMAT, **asdict(_of_checkpoint(checkpoint))}
     target = checkpoint.parent / HASHES
     temporary = target.with_suffix(".tmp")
     with temporary.open("w") as file:
@@ -54,7 +61,7 @@ def write_hashes(checkpoint: str | Path) -> Path:
 
 def read_hashes(path: str | Path) -> dict[str, StageHashes]:
     """
-    The hashes in a run folder, by stage, in the order in which the stages were finished; or those of one stage, under
+    The hashes in a run folder, by stage, in the order in which the stages were trained; or those of one stage, under
     the name "".
 
     Args:
@@ -68,9 +75,11 @@ def read_hashes(path: str | Path) -> dict[str, StageHashes]:
     if single is not None:
         return {"": single}
     if path.is_dir():
-        stages = {folder.name: found for folder in sorted(path.iterdir()) if (found := _of_stage(folder)) is not None}
+        stages = {
+            folder.name: found for folder in sorted(path.iterdir()) if folder.is_dir() and (found := _of_stage(folder))
+        }
         if stages:
-            return dict(sorted(stages.items(), key=lambda stage: stage[1].source.stat().st_mtime))
+            return dict(sorted(stages.items(), key=lambda stage: len(stage[1].after)))
     raise CheckpointError(f"{path}: not a run, a stage, a checkpoint or a {HASHES}: no hashes of tensors in it")
 
 
@@ -86,23 +95,29 @@ def compare_hashes(first: Mapping[str, str], second: Mapping[str, str]) -> Compa
 def _of_stage(path: Path) -> StageHashes | None:
     """The hashes of one stage, None if the path is something else."""
     if path.is_file():
-        return _read_file(path) if path.suffix == ".json" else None
+        return _read_file(path)
     if (path / layout.MANIFEST).is_file():
-        tensors = read_manifest(path)["tensors"]
-        return StageHashes(path / layout.MANIFEST, {name: entry["sha256"] for name, entry in tensors.items()})
+        return _of_checkpoint(path)
     if (path / HASHES).is_file():
         return _read_file(path / HASHES)
     checkpoint, _ = newest_checkpoint(path)
-    return None if checkpoint is None else _of_stage(checkpoint)
+    return None if checkpoint is None else _of_checkpoint(checkpoint)
 
 
-def _read_file(path: Path) -> StageHashes | None:
+def _of_checkpoint(folder: Path) -> StageHashes:
+    reader = CheckpointReader(folder, verify=None)
+    lineage = reader.trainer_state.get("lineage", [])
+    tensors = {name: entry["sha256"] for name, entry in sorted(reader.manifest["tensors"].items())}
+    return StageHashes(folder.name, [entry["stage"] for entry in lineage if "stage" in entry], tensors)
+
+
+def _read_file(path: Path) -> StageHashes:
     try:
         content = json.loads(path.read_bytes())
     except ValueError as error:
         raise CheckpointError(f"{path}: damaged, not readable as JSON ({error})") from error
-    if not isinstance(content, dict) or "checkpoint" not in content:
-        return None  # some other JSON file
-    if content.get("format") != layout.FORMAT:
-        raise CheckpointError(f"{path}: format {content.get('format')!r}, this version reads format {layout.FORMAT}")
-    return StageHashes(path, content["tensors"])
+    if not isinstance(content, dict) or not content.keys() >= {"format", "checkpoint", "after", "tensors"}:
+        raise CheckpointError(f"{path}: not the {HASHES} of a stage")
+    if content["format"] != layout.FORMAT:
+        raise CheckpointError(f"{path}: format {content['format']!r}, this version reads format {layout.FORMAT}")
+    return StageHashes(content["checkpoint"], content["after"], content["tensors"])

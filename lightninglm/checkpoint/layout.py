@@ -125,10 +125,12 @@ def encode_head(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def decode_head(path: Path) -> tuple[dict[str, dict], int]:
+def decode_head(path: Path, whole: bool = True) -> tuple[dict[str, dict], int]:
     """
     Reads the head of a safetensors file.
 
+    Args:
+        whole: refuse a file of another size than its head describes.
     Returns:
         Per tensor `{"dtype", "shape", "data_offsets"}`, and the position in the file at which offset 0 lies.
     Raises CheckpointError when the head is damaged or does not describe the whole file.
@@ -150,6 +152,6 @@ def decode_head(path: Path) -> tuple[dict[str, dict], int]:
             end = stop
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise CheckpointError(f"{path}: its head is not that of a safetensors file ({error!r})") from error
-    if 8 + length + end != size:
+    if whole and 8 + length + end != size:
         raise CheckpointError(f"{path}: its head describes {8 + length + end:,} bytes, but the file has {size:,}")
     return head, 8 + length

@@ -2,9 +2,9 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 from lightninglm.checkpoint import layout
@@ -15,6 +15,10 @@ from lightninglm.checkpoint.writer import manifest_sha256
 _LOADED_SUFFIXES = (".safetensors", ".json", ".bin", ".pt", ".py", ".jinja")
 _SAMPLED_TENSORS = 2
 _HASHING_THREADS = 4
+_CHUNK_BYTES = 2**24
+_NAMED_TENSORS = 3
+
+Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -29,23 +33,29 @@ class Finding:
         return f"{self.file}: found {self.found}, expected {self.expected}"
 
 
-def explain(folder: str | Path, verify: str = "full") -> list[Finding]:
+def explain(folder: str | Path, verify: str = "full", progress: Progress | None = None) -> list[Finding]:
     """
     Everything that is wrong with a checkpoint folder; an empty list when it is sound. Never raises for a bad folder.
 
     Args:
         verify: `"full"` hashes every byte. `"fast"` checks names, sizes and heads of all files, hashes the small files
             and the two smallest tensors of each shard.
+        progress: called, from several threads, with the number of bytes that were hashed.
     """
     folder = Path(folder)
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
-        return [Finding(str(folder / layout.MANIFEST), str(error), "the manifest of a complete checkpoint")]
-    return check_files(folder, manifest, verify)
+        path = folder / layout.MANIFEST
+        if folder.is_dir() and not path.exists():
+            expected = "the last file that a save writes: without it this is not a complete checkpoint"
+            return [Finding(str(path), "no such file", expected)]
+        found = str(error).removeprefix(f"{path}: ").removeprefix(f"{folder}: ")
+        return [Finding(str(path), found, "the manifest of a complete checkpoint")]
+    return check_files(folder, manifest, verify, progress)
 
 
-def check_files(folder: Path, manifest: dict, verify: str) -> list[Finding]:
+def check_files(folder: Path, manifest: dict, verify: str, progress: Progress | None = None) -> list[Finding]:
     """The files of a checkpoint against its manifest, see `explain`."""
     if verify not in ("fast", "full"):
         raise ValueError(f"verify = {verify!r}: must be 'fast' or 'full'")
@@ -55,11 +65,14 @@ def check_files(folder: Path, manifest: dict, verify: str) -> list[Finding]:
     shards = [name for name in sound if name.endswith(".safetensors")]
     hashed = sound if verify == "full" else [name for name in sound if name not in shards]
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
-        for name, sha256 in zip(hashed, pool.map(lambda name: _file_sha256(folder / name), hashed), strict=True):
-            if sha256 != manifest["files"][name]["sha256"]:
-                findings.append(Finding(str(folder / name), f"SHA-256 {sha256}", manifest["files"][name]["sha256"]))
-        for some in pool.map(lambda name: _check_shard(folder / name, manifest["tensors"]), shards):
-            findings.extend(some)
+        sums = dict(zip(hashed, pool.map(lambda name: _file_sha256(folder / name, progress), hashed), strict=True))
+        changed = {name for name in hashed if sums[name] != manifest["files"][name]["sha256"]}
+        examined = pool.map(lambda name: _check_shard(folder / name, manifest["tensors"], name in changed), shards)
+        by_tensor = {name: found for name, found in zip(shards, examined, strict=True) if found}
+    for found in by_tensor.values():
+        findings.extend(found)
+    for name in sorted(changed - by_tensor.keys()):
+        findings.append(_changed(folder / name, "", sums[name], manifest["files"][name]["sha256"]))
     if not findings:
         findings = _check_indexes(folder, manifest, shards)
     return findings
@@ -92,9 +105,11 @@ def _check_presence(folder: Path, manifest: dict) -> list[Finding]:
     for name, entry in manifest["files"].items():
         path = folder / name
         if not path.is_file():
-            findings.append(Finding(str(path), "no such file", f"{entry['bytes']:,} bytes"))
-        elif path.stat().st_size != entry["bytes"]:
-            findings.append(Finding(str(path), f"{path.stat().st_size:,} bytes", f"{entry['bytes']:,} bytes"))
+            lost = _named(_stored_tensors(folder, manifest, name))
+            findings.append(Finding(str(path), "no such file", f"{entry['bytes']:,} bytes{lost}"))
+        elif (size := path.stat().st_size) != entry["bytes"]:
+            lost = _named(_cut_off_tensors(folder, manifest, name))
+            findings.append(Finding(str(path), f"{size:,} bytes", f"{entry['bytes']:,} bytes{lost}"))
     for path in sorted(folder.iterdir()):
         known = path.name in manifest["files"] or path.name == layout.MANIFEST
         if not known and path.is_file() and path.suffix in _LOADED_SUFFIXES:
@@ -102,12 +117,47 @@ def _check_presence(folder: Path, manifest: dict) -> list[Finding]:
     return findings
 
 
-def _check_shard(path: Path, tensors: dict[str, dict]) -> list[Finding]:
-    """The head against the manifest, and the hashes of the smallest tensors."""
+def _stored_tensors(folder: Path, manifest: dict, shard: str) -> list[str]:
+    """The tensors of a shard according to its index; none if that is damaged too, or it is no shard."""
+    index = layout.INDEX.get(shard.partition("-")[0])
+    if not shard.endswith(".safetensors") or not (folder / index).is_file():
+        return []
+    content = (folder / index).read_bytes()
+    if hashlib.sha256(content).hexdigest() != manifest["files"][index]["sha256"]:
+        return []
+    return [name for name, file in json.loads(content)["weight_map"].items() if file == shard]
+
+
+def _cut_off_tensors(folder: Path, manifest: dict, name: str) -> list[str]:
+    """The tensors that a file of the wrong size does not hold whole; all of a shard if its head is damaged."""
+    path = folder / name
+    stored = _stored_tensors(folder, manifest, name)
+    if not stored:
+        return []
+    try:
+        head, start = layout.decode_head(path, whole=False)
+    except CheckpointError:
+        return stored
+    return [name for name, entry in head.items() if start + entry["data_offsets"][1] > path.stat().st_size]
+
+
+def _changed(path: Path, where: str, found: str, expected: str) -> Finding:
+    return Finding(str(path), f"changed bytes{where} (SHA-256 {found[:16]})", f"SHA-256 {expected[:16]}")
+
+
+def _named(tensors: list[str]) -> str:
+    if not tensors:
+        return ""
+    more = f" and {len(tensors) - _NAMED_TENSORS} more" if len(tensors) > _NAMED_TENSORS else ""
+    return f" (lost: {', '.join(tensors[:_NAMED_TENSORS])}{more})"
+
+
+def _check_shard(path: Path, tensors: dict[str, dict], every: bool) -> list[Finding]:
+    """The head against the manifest, and the hashes of the smallest tensors or of every tensor."""
     try:
         head, start = layout.decode_head(path)
     except CheckpointError as error:
-        return [Finding(str(path), str(error), "a sound safetensors head")]
+        return [Finding(str(path), str(error).removeprefix(f"{path}: "), "a sound safetensors head")]
     findings = []
     for name, entry in head.items():
         stored = tensors.get(name)
@@ -118,11 +168,12 @@ def _check_shard(path: Path, tensors: dict[str, dict]) -> list[Finding]:
             findings.append(Finding(str(path), found, f"{stored['dtype']} {stored['shape']}"))
     if not findings:
         with path.open("rb") as file:
-            for name in islice(sorted(head, key=lambda name: _span(head[name])), _SAMPLED_TENSORS):
+            by_size = sorted(head, key=lambda name: _span(head[name]))
+            for name in by_size if every else by_size[:_SAMPLED_TENSORS]:
                 file.seek(start + head[name]["data_offsets"][0])
                 sha256 = hashlib.sha256(file.read(_span(head[name]))).hexdigest()
                 if sha256 != tensors[name]["sha256"]:
-                    findings.append(Finding(str(path), f"{name} with SHA-256 {sha256}", tensors[name]["sha256"]))
+                    findings.append(_changed(path, f" in {name}", sha256, tensors[name]["sha256"]))
     return findings
 
 
@@ -146,6 +197,11 @@ def _span(entry: dict) -> int:
     return entry["data_offsets"][1] - entry["data_offsets"][0]
 
 
-def _file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _file_sha256(path: Path, progress: Progress | None) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            if progress is not None:
+                progress(len(chunk))
+    return digest.hexdigest()

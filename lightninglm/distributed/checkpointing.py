@@ -1,6 +1,7 @@
 """Saves a DeepSpeed engine into the one checkpoint format and loads it back, from any number of ranks to any other."""
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,13 @@ from lightninglm.checkpoint.errors import CheckpointError
 from lightninglm.checkpoint.layout import EXP_AVG, EXP_AVG_SQ, MASTER
 from lightninglm.checkpoint.model_tensors import ModelTensor, model_tensors
 from lightninglm.checkpoint.reader import CheckpointReader
-from lightninglm.checkpoint.writer import SHARD_BYTES, CheckpointWriter
+from lightninglm.checkpoint.shards import SHARD_BYTES
+from lightninglm.checkpoint.writer import CheckpointWriter
 from lightninglm.distributed.optimizer_state import MOMENTS, OptimizerState, whole_weight
 
 _SHOWN_NAMES = 5
 
 
-@torch.no_grad()
 def save_checkpoint(
     engine: DeepSpeedEngine,
     folder: str | Path,
@@ -28,6 +29,7 @@ def save_checkpoint(
     tokenizer_folder: str | Path | None = None,
     extra_files: dict[str, bytes] | None = None,
     shard_bytes: int = SHARD_BYTES,
+    after: Callable[[Path], None] | None = None,
 ) -> Path:
     """
     Saves weights, buffers, master copies, Adam moments and counters of an engine. Collective; call it between steps.
@@ -40,34 +42,59 @@ def save_checkpoint(
         trainer_state: JSON content; `adam_step` and the engine's counters are added.
         tokenizer_folder: its tokenizer files are copied into the checkpoint.
         extra_files: further files by name.
+        after: called on rank 0 with the folder once it is complete.
     Returns:
         The folder. Raises CheckpointError on all ranks; then nothing is left of it, and earlier checkpoints are as
         they were.
+    """
+    writer, content = engine_writer(engine, folder, trainer_state, all_gather, shard_bytes=shard_bytes)
+    with writer:
+        return writer.commit(**content, tokenizer_folder=tokenizer_folder, extra_files=extra_files, after=after)
+
+
+@torch.no_grad()
+def engine_writer(
+    engine: DeepSpeedEngine,
+    folder: str | Path,
+    trainer_state: dict,
+    all_gather: Callable[[Any], list[Any]],
+    **options: Any,
+) -> tuple[CheckpointWriter, dict[str, dict]]:
+    """
+    A writer to which everything of an engine was added, and the `config` and `trainer_state` for its `commit`.
+
+    Collective; call it between steps.
+
+    Args:
+        all_gather, options: of the `CheckpointWriter`.
     """
     if engine.micro_steps % engine.gradient_accumulation_steps():
         raise CheckpointError(f"{folder}: not saved inside a step ({engine.micro_steps} micro-batches have run)")
     state = OptimizerState(engine)
     items = model_tensors(engine.module)
     _check_experts_present(items)
-    plan = _choose_writers(items, state)
     counters = {key: getattr(engine, key) for key in ("global_steps", "global_samples", "skipped_steps")}
-    rank = dist.get_rank()
-    with CheckpointWriter(
-        folder,
-        rank,
-        dist.get_world_size(),
-        _all_gather,
-        shard_bytes,
-        expected_bytes=sum(_all_gather(sum(_stored_bytes(item, state) for item, writer in plan if writer == rank))),
-    ) as writer:
-        for item, destination in plan:
-            _add(writer, item, destination, state)
-        return writer.commit(
-            config=_config(engine.module),
-            trainer_state=trainer_state | {"adam_step": state.adam_step, "engine": counters},
-            tokenizer_folder=tokenizer_folder,
-            extra_files=extra_files,
+    content = {
+        "config": _config(engine.module),
+        "trainer_state": trainer_state | {"adam_step": state.adam_step, "engine": counters},
+    }
+    size = sum(all_gather(bytes_to_write(engine)))
+    with contextlib.ExitStack() as stack:
+        writer = CheckpointWriter(
+            folder, dist.get_rank(), dist.get_world_size(), all_gather, expected_bytes=size, **options
         )
+        stack.enter_context(writer)
+        for item, destination in _choose_writers(items, state):
+            _add(writer, item, destination, state)
+        stack.pop_all()
+    return writer, content
+
+
+def bytes_to_write(engine: DeepSpeedEngine) -> int:
+    """Bytes of the tensors that a save of this engine writes on this rank."""
+    state = OptimizerState(engine)
+    plan = _choose_writers(model_tensors(engine.module), state)
+    return sum(_stored_bytes(item, state) for item, writer in plan if writer == dist.get_rank())
 
 
 @torch.no_grad()
@@ -107,7 +134,7 @@ def load_checkpoint(
             _load(item, reader, state, load_optimizer)
     except CheckpointError as failure:
         error = str(failure)
-    for rank, message in enumerate(_all_gather(error)):
+    for rank, message in enumerate(all_gather(error)):
         if message is not None:
             raise CheckpointError(f"rank {rank}: {message}")
     state.publish()
@@ -227,7 +254,7 @@ def _refuse(reader: CheckpointReader, what: str, names: set[str]) -> None:
 def _check_experts_present(items: list[ModelTensor]) -> None:
     """Together the ranks hold every expert of every layer. Collective."""
     mine = {item.name: (item.experts.expert_start, item.experts.expert_count) for item in items if item.experts}
-    ranks = _all_gather(mine)
+    ranks = all_gather(mine)
     for item in items:
         if item.experts is not None:
             held = {e for blocks in ranks for e in range(blocks[item.name][0], sum(blocks[item.name]))}
@@ -275,7 +302,8 @@ def _config(model: nn.Module) -> dict:
     return config | {"architectures": [type(model).__name__], "dtype": str(dtype).removeprefix("torch.")}
 
 
-def _all_gather(item: Any) -> list[Any]:
+def all_gather(item: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The objects of all ranks, in order. Collective."""
     items = [None] * dist.get_world_size()
-    dist.all_gather_object(items, item)
+    dist.all_gather_object(items, item, group=group)
     return items

@@ -1,9 +1,11 @@
 """Whether this machine and this installation can run a recipe: versions, GPUs, communication, memory, disk."""
 
+import os
 import platform
 import re
 import resource
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -13,9 +15,9 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 
 from lightninglm.checkpoint.errors import free_bytes
-from lightninglm.distributed.process_group import free_port
 from lightninglm.doctor.checks import Check
 
 GIB = 2**30
@@ -51,20 +53,14 @@ KNOWN_PROBLEMS = (
     KnownProblem(
         "triton", "3.4.0", "3.7.0", "Hopper",
         "the kernels of flash-linear-attention compute a wrong backward pass",
-        "another Triton, or delta_rule_backend: torch (auto refuses the kernels by itself)",
+        "Triton below 3.4.0 or above 3.7.0, or delta_rule_backend: torch (auto does not use the kernels then)",
         "flash-linear-attention issue 640",
     ),
     KnownProblem(
         "deepspeed", "0", "0.18.99", "anywhere",
-        "other rules for what is clipped and checked by default, other names of options",
-        "the version of requirements.txt",
+        "the engine here works around the internals of 0.19.8; defaults of clipping and of the overflow check differ",
+        "pip install -r requirements.txt",
         "docs/distributed.md",
-    ),
-    KnownProblem(
-        "transformers", "0", "4.99", "anywhere",
-        "the model's code is written for the caches and checkpoints of version 5",
-        "the version of requirements.txt",
-        "docs/model.md",
     ),
 )  # fmt: skip
 
@@ -136,7 +132,7 @@ def known_problems(installed: Callable[[str], str | None], capabilities: Sequenc
     checks = []
     for known in KNOWN_PROBLEMS:
         version = installed(known.package)
-        if version is None or not _number(known.first) <= _number(version) <= _number(known.last):
+        if version is None or not Version(known.first) <= Version(version) <= Version(known.last):
             continue
         if known.where == "Hopper" and not any(major == 9 for major, _ in capabilities):
             continue
@@ -161,14 +157,16 @@ def _packages() -> Iterator[Check]:
         wrong += 1
     if pinned and not wrong:
         yield Check("packages", "ok", f"{len(pinned)} as pinned in requirements.txt; torch {torch.__version__}")
-    if torch.cuda.is_available():
-        for name, version in pins(GPU_REQUIREMENTS):
-            found = _installed(name)
-            if found is None:
-                advice = f"slower without it: pip install {name}=={version}"
-                yield Check(name, "warning", "not installed, optional", advice)
-            else:
-                yield Check(name, "ok" if found == version else "warning", found)
+    for name, version in pins(GPU_REQUIREMENTS):
+        found = _installed(name)
+        if found == version:
+            yield Check(name, "ok", found)
+        elif found is not None:
+            yield Check(name, "warning", found, f"pip install {name}=={version}, the version of requirements-gpu.txt")
+        elif torch.cuda.is_available():
+            yield Check(name, "warning", "not installed", f"optional, slower without it: pip install {name}=={version}")
+        else:
+            yield Check(name, "ok", "not installed; it is for GPUs")
 
 
 def pins(file: Path) -> list[tuple[str, str]]:
@@ -178,24 +176,33 @@ def pins(file: Path) -> list[tuple[str, str]]:
 
 
 def _gpus(wanted: int | None) -> Iterator[Check]:
+    driver = _driver()
     if not torch.cuda.is_available():
-        built = (
-            "a CPU build of torch" if torch.version.cuda is None else f"torch for CUDA {torch.version.cuda}, no driver"
-        )
-        advice = "" if wanted is None else "runs on CPU ranks, in fp32: for trying things out"
-        yield Check("GPUs", "warning", f"none ({built})", advice or "training of real sizes needs GPUs")
+        built = "a CPU build of torch" if torch.version.cuda is None else f"torch for CUDA {torch.version.cuda}"
+        if driver is not None:
+            advice = (
+                f"install a build of torch {torch.__version__.partition('+')[0]} for a CUDA that this driver supports"
+            )
+            yield Check("GPUs", "problem", f"NVIDIA driver {driver}, but {built} sees none", advice)
+        else:
+            advice = "runs on CPU ranks, in fp32, for trying things out; training of real sizes needs GPUs"
+            yield Check("GPUs", "warning", f"none ({built}, no NVIDIA driver)", advice)
         return
     count = torch.cuda.device_count()
     kinds = {(p.name, round(p.total_memory / GIB)) for p in map(_properties, range(count))}
     found = ", ".join(f"{name} {memory} GiB" for name, memory in sorted(kinds))
     enough = wanted is None or count >= wanted
     advice = "" if enough else f"the run wants {wanted}: --num_gpus {count}, or see CUDA_VISIBLE_DEVICES"
-    yield Check("GPUs", "ok" if enough else "problem", f"{count} x {found}, CUDA {torch.version.cuda}", advice)
+    yield Check(
+        "GPUs", "ok" if enough else "problem", f"{count}: {found}; driver {driver}, CUDA {torch.version.cuda}", advice
+    )
     if len(kinds) > 1:
         yield Check(
             "GPUs alike", "warning", "of different kinds", "the smallest decides what fits, the slowest the speed"
         )
-    if not torch.cuda.is_bf16_supported(including_emulation=False):
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        yield Check("bf16", "ok", "the GPUs compute in bf16")
+    else:
         yield Check("bf16", "problem", "these GPUs do not compute in bf16", "Ampere or newer, or train.dtype: fp32")
     if count > 1:
         peers = all(torch.cuda.can_device_access_peer(i, j) for i in range(count) for j in range(count) if i != j)
@@ -203,12 +210,26 @@ def _gpus(wanted: int | None) -> Iterator[Check]:
         yield Check("GPU to GPU", "ok" if peers else "warning", found, "" if peers else "expect slow expert exchange")
 
 
+def _driver() -> str | None:
+    """Version of the NVIDIA driver, None without one."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    lines = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]).splitlines()
+    return lines[0] if lines else None
+
+
+def _output(command: list[str]) -> str:
+    """What a command prints; nothing if it fails."""
+    result = subprocess.run(command, capture_output=True, text=True)
+    return result.stdout if result.returncode == 0 else ""
+
+
 def _collective() -> Check:
     """One sum over a process group of this process alone, through the backend that training uses."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     name = f"communication ({backend})"
     try:
-        store = dist.TCPStore("127.0.0.1", free_port(), 1, is_master=True)
+        store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
         try:
             value = torch.ones(4, device="cuda" if backend == "nccl" else "cpu")
@@ -223,17 +244,23 @@ def _collective() -> Check:
 
 
 def _compiler() -> Check:
-    """DeepSpeed compiles its CUDA operators at their first use."""
-    found = [tool for tool in ("g++", "nvcc", "ninja") if shutil.which(tool)]
-    needed = torch.cuda.is_available()
-    missing = [tool for tool in ("g++", "nvcc", "ninja") if tool not in found]
-    state = "warning" if needed and missing else "ok"
-    advice = (
-        f"{', '.join(missing)} missing: offloading and fused operators of DeepSpeed cannot be built"
-        if state != "ok"
-        else ""
-    )
-    return Check("compilers", state, ", ".join(found) or "none (not needed on a CPU)", advice)
+    """DeepSpeed compiles its CUDA operators at their first use; the ds_configs here need none (`torch_adam`)."""
+    missing = [tool for tool in ("g++", "nvcc", "ninja") if shutil.which(tool) is None]
+    if not torch.cuda.is_available():
+        return Check(
+            "compilers", "ok", f"{', '.join(missing)} missing; not needed on a CPU" if missing else "all there"
+        )
+    lacking = "offloading and fused operators of DeepSpeed cannot be built"
+    if missing:
+        return Check(
+            "compilers", "warning", f"{', '.join(missing)} missing: {lacking}", "install them if you want those"
+        )
+    release = re.search(r"release (\d+)\.", _output(["nvcc", "--version"]))
+    major = torch.version.cuda.partition(".")[0]
+    if release is None or release[1] != major:
+        found = f"nvcc of CUDA {release[1] if release else '?'}, torch of CUDA {torch.version.cuda}: {lacking}"
+        return Check("compilers", "warning", found, f"a CUDA {major} toolkit first in PATH, if you want those")
+    return Check("compilers", "ok", f"g++, ninja, nvcc of CUDA {major}")
 
 
 def _shared_memory() -> Check:
@@ -256,6 +283,9 @@ def _open_files() -> Check:
 
 
 def _disk(folder: Path) -> Check:
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        return Check("disk", "problem", f"{existing} is no folder that this user can write to", "another --run")
     return Check("disk", "ok", f"{free_bytes(folder) / GIB:.1f} GiB free at {folder}")
 
 
@@ -273,7 +303,3 @@ def _compute_capabilities() -> list[tuple[int, int]]:
 
 def _properties(index: int):
     return torch.cuda.get_device_properties(index)
-
-
-def _number(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])

@@ -19,6 +19,7 @@ from lightninglm.training.evaluate import heldout_loss
 from lightninglm.training.interruption import Interruption
 from lightninglm.training.knobs import Knobs, KnobsFile, apply_knobs, change_line, changes
 from lightninglm.training.non_finite import WEIGHT, GradientWatch, first_fault
+from lightninglm.training.saving import StageSaver
 from lightninglm.training.schedule import learning_rate_factor, new_tensor_factor, ramped_step_sizes
 from lightninglm.training.targets import count_targets
 
@@ -47,7 +48,7 @@ class Trainer:
         state: `trainer_state.json` as a dict; updated in place.
         batch: positions of the global order -> token ids [len(positions), S].
         heldout: domain -> token ids [n, S].
-        save: called with the state when a checkpoint is due.
+        saver: of the checkpoints, a `StageSaver`.
         logger: a `MetricsLogger` on rank 0, None elsewhere.
         interruption: asked once a step whether to stop.
         knobs_file: on rank 0, None elsewhere.
@@ -61,7 +62,7 @@ class Trainer:
         *,
         batch: Callable[[Iterable[int]], torch.Tensor],
         heldout: dict[str, torch.Tensor],
-        save: Callable[[dict[str, Any]], None],
+        saver: StageSaver,
         logger,
         interruption: Interruption,
         knobs_file: KnobsFile | None = None,
@@ -72,7 +73,7 @@ class Trainer:
         self.state = state
         self.batch = batch
         self.heldout = heldout
-        self.save = save
+        self.saver = saver
         self.logger = logger
         self.interruption = interruption
         self.rank = dist.get_rank()
@@ -125,6 +126,7 @@ class Trainer:
             if (last or stop or given_up or state["step"] % every == 0) and not self._weights_broken:
                 self._save()
             if given_up:
+                self.saver.finish()
                 raise TrainingError(
                     f"{self._skipped_in_row} steps in a row were not finite and not applied, the last one is step "
                     f"{state['step']}: {values['skipped']}. The last checkpoint is step {max(self._saved_at, 0)}"
@@ -135,13 +137,11 @@ class Trainer:
 
     def _save(self) -> None:
         if self._saved_at != self.state["step"]:
-            started = time.perf_counter()
-            self.save(self.state)
-            self.interruption.took(save=time.perf_counter() - started)
+            self.saver.save(self.state)
             self._saved_at = self.state["step"]
 
     def _own_flags(self) -> list[float]:
-        """[asked to stop, knobs were changed] on this rank; summed over ranks they are for `_agree`."""
+        """[asked to stop, knobs were changed, a save has ended] here; summed over ranks they are for `_agree`."""
         if self.knobs_file:
             try:
                 self._new_knobs = self.knobs_file.read_if_changed()
@@ -149,7 +149,7 @@ class Trainer:
                 self.logger.say(f"knobs unchanged: {error}")
             if self._new_knobs is not None and self._new_knobs.stop:
                 self.interruption.ask(f"stop in {self.knobs_file.path}")
-        return [float(self.interruption.requested), float(self._new_knobs is not None)]
+        return [float(self.interruption.requested), float(self._new_knobs is not None), float(self.saver.ended)]
 
     def _agree(self, flags: list[float], summed: bool = False) -> bool:
         """Whether to stop, after all ranks have taken over new knobs and the reason of the rank that was asked."""
@@ -157,7 +157,9 @@ class Trainer:
             total = torch.tensor(flags, dtype=torch.float64, device=self.engine.device)
             dist.all_reduce(total)
             flags = total.tolist()
-        stop, turned = flags
+        stop, turned, saved = flags
+        if saved:
+            self.saver.finish()
         if turned:
             self._turn_knobs()
         if stop:
@@ -189,8 +191,8 @@ class Trainer:
         if step_sizes is not None:
             self.model.set_step_size(step_sizes)
 
-        # [next-token, second-token, aux, total, stop, knobs, layer errors], summed over micro-batches, then over ranks
-        sums = torch.zeros(7, dtype=torch.float64, device=self.engine.device)
+        # [next-token, second-token, aux, total, stop, knobs, saved, layer errors]: over micro-batches, then over ranks
+        sums = torch.zeros(8, dtype=torch.float64, device=self.engine.device)
         layer_errors = self.model.model.reversibility.range_errors
         layer_errors.clear()
         micro_steps = micro_batches(

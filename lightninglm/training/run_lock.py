@@ -5,6 +5,10 @@ import os
 import time
 from pathlib import Path
 
+from lightninglm.checkpoint import require_space
+
+ROOM_TO_START = 16 * 2**20  # for the lock, logs and metrics; checkpoints are looked at when their size is known
+
 
 class RunLockedError(ValueError):
     """Another live process works in the folder."""
@@ -15,7 +19,8 @@ class RunLock:
     Holds `<folder>/.lock` for the life of a `with` block, or of the process.
 
     A run that was just killed may have ranks that are still saving; they are waited for, `wait_seconds` at most.
-    Raises RunLockedError, naming the process, when the folder stays in use.
+    Raises RunLockedError, naming the process, when the folder stays in use, and CheckpointError when it cannot be
+    written or the disk is full.
     """
 
     def __init__(self, folder: Path, wait_seconds: float = 90.0):
@@ -24,7 +29,7 @@ class RunLock:
         self._file = None
 
     def __enter__(self) -> "RunLock":
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        require_space(self.path.parent, ROOM_TO_START)
         self._file = open(self.path, "a+", encoding="ascii")
         deadline = time.monotonic() + self.wait_seconds
         told = False

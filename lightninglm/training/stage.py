@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from lightninglm.checkpoint import (
     CheckpointError,
@@ -13,15 +14,12 @@ from lightninglm.checkpoint import (
     Skipped,
     check_bases,
     newest_checkpoint,
-    prune,
     remove_leftovers,
     set_aside,
-    write_hashes,
 )
-from lightninglm.checkpoint.layout import step_folder
 from lightninglm.data.loader import PackedData
 from lightninglm.data.order import GlobalOrder
-from lightninglm.distributed.checkpointing import load_checkpoint, save_checkpoint
+from lightninglm.distributed.checkpointing import load_checkpoint
 from lightninglm.distributed.ds_config import load_ds_config
 from lightninglm.distributed.engine import build_engine, parameter_groups
 from lightninglm.distributed.expert_bases import hash_expert_bases
@@ -40,6 +38,7 @@ from lightninglm.training.lineage import LINEAGE_PID
 from lightninglm.training.loop import EXIT_NOT_FINITE, Trainer, TrainingError
 from lightninglm.training.metrics import MetricsLogger
 from lightninglm.training.prepare import data_folder
+from lightninglm.training.saving import StageSaver
 
 
 @dataclass
@@ -79,8 +78,9 @@ def run_stage(
         ValueError: bad input, in one line.
     """
     folder = run_folder / recipe.name
+    newest = newest_of_all_ranks(folder, recipe.checkpoint.verify)
     with raise_together():
-        start = _find_start(recipe, run_folder, accept_changes)
+        start = _find_start(recipe, run_folder, accept_changes, *newest)
         ds_config = load_ds_config(
             recipe.deepspeed_file,
             micro_batch=recipe.train.micro_batch,
@@ -116,18 +116,15 @@ def run_stage(
     ) as interruption:
         engine = _build_engine(recipe, start, ds_config, logger)
         order = GlobalOrder(data.sizes, recipe.data.mixture, recipe.data.seed, state["data"]["domain_offsets"])
-
-        def save(state: dict[str, Any]) -> None:
-            state["data"]["next_domain_offsets"] = order.offsets_after(state["data"]["position"])
-            target = folder / step_folder(state["step"])
-            with raise_together():  # a failed save is raised on all ranks at once, a full disk for example
-                save_checkpoint(engine, target, state, tokenizer_folder=data.folder / "tokenizer")
-            if is_main_rank():
-                if state["finished"]:
-                    write_hashes(target)
-                prune(folder, recipe.checkpoint.keep)
-                logger.say(f"saved {target}")
-
+        saver = StageSaver(
+            engine,
+            recipe,
+            folder,
+            order=order,
+            tokenizer_folder=data.folder / "tokenizer",
+            interruption=interruption,
+            logger=logger,
+        )
         domains = recipe.evaluate.domains or data.domains
         trainer = Trainer(
             engine,
@@ -135,13 +132,14 @@ def run_stage(
             state,
             batch=lambda positions: data.batch(order, positions),
             heldout={domain: data.heldout[domain][: recipe.evaluate.sequences] for domain in domains},
-            save=save,
+            saver=saver,
             logger=logger,
             interruption=interruption,
             knobs_file=KnobsFile(folder / "knobs.yaml", start.config) if is_main_rank() else None,
         )
         try:
-            finished = trainer.train()
+            with saver:
+                finished = trainer.train()
         except TrainingError as error:
             if logger:
                 logger.say(f"stopped, exit code {EXIT_NOT_FINITE}: {error}")
@@ -157,11 +155,23 @@ def run_stage(
         return 0 if finished else interruption.exit_code
 
 
-def _find_start(recipe, run_folder: Path, accept_changes: bool) -> _Start:
-    """The newest complete checkpoint of the stage, or a fresh seed; refuses whatever does not fit together."""
+def newest_of_all_ranks(folder: Path, verify: str) -> tuple[Path | None, list[Skipped]]:
+    """The stage's newest sound checkpoint and the newer ones that are not; rank 0 looks for all. Collective."""
+    found = None
+    with raise_together():
+        if is_main_rank():
+            found = newest_checkpoint(folder, verify)
+    found = [found]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def _find_start(
+    recipe, run_folder: Path, accept_changes: bool, checkpoint: Path | None, skipped: list[Skipped]
+) -> _Start:
+    """The stage at its newest sound checkpoint, or as a fresh seed; refuses whatever does not fit together."""
     folder = run_folder / recipe.name
     data = PackedData(data_folder(recipe, run_folder), recipe.data.sequence_length)
-    checkpoint, skipped = newest_checkpoint(folder)
     if checkpoint is None and skipped:
         raise CheckpointError(
             f"{folder}: no checkpoint can be used, and a stage never starts from scratch by itself; to do so, remove "
@@ -183,7 +193,7 @@ def _find_start(recipe, run_folder: Path, accept_changes: bool) -> _Start:
         _check_experts(recipe, config)
         return _Start(None, skipped, config, state, data)
 
-    reader = CheckpointReader(checkpoint, verify=None)  # newest_checkpoint has verified it
+    reader = CheckpointReader(checkpoint, verify=None)  # rank 0 has verified it
     state |= reader.trainer_state
     config = LightningLMConfig.from_dict({**reader.config, **recipe.config_overrides})
     if state["stage"] != recipe.name:

@@ -1,5 +1,6 @@
 """A small checkpoint to write, read, damage and kill."""
 
+import tempfile
 from pathlib import Path
 
 import torch
@@ -29,8 +30,10 @@ def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def write(folder: Path, seed: int = 0, shard_bytes: int = 400) -> Path:
-    """Writes the tensors of `seed` as a checkpoint, in several shards."""
-    with CheckpointWriter(folder, shard_bytes=shard_bytes) as writer:
+    """Writes the tensors of `seed` as a checkpoint, in several shards, with every kind of file."""
+    receipt = {"growth_receipt.json": b'{"growth": "deepen", "layers": 14}'}
+    with tempfile.TemporaryDirectory() as tokenizer, CheckpointWriter(folder, shard_bytes=shard_bytes) as writer:
+        Path(tokenizer, "tokenizer.json").write_bytes(b'{"model": {"type": "BPE", "vocab": {"a": 1}}}')
         for name, tensor in tensors(seed).items():
             writer.add(name, tensor)
-        return writer.commit(CONFIG, STATE)
+        return writer.commit(CONFIG, STATE, tokenizer, receipt)

@@ -18,8 +18,8 @@ from lightninglm.checkpoint import (
     newest_checkpoint,
     prune,
     remove_leftovers,
+    shards,
 )
-from lightninglm.checkpoint import writer as writer_module
 
 
 def in_child(function) -> int:
@@ -49,7 +49,7 @@ def count_steps(monkeypatch, die_at: int | None = None) -> list[str]:
 
         monkeypatch.setattr(owner, name, called)
 
-    for owner, name in ((os, "rename"), (os, "fsync"), (Path, "open"), (Path, "mkdir"), (writer_module, "_write_all")):
+    for owner, name in ((os, "rename"), (os, "fsync"), (Path, "open"), (Path, "mkdir"), (shards, "write_all")):
         watch(owner, name)
     return steps
 
@@ -116,7 +116,7 @@ def test_a_full_disk_is_an_error_with_the_path_and_the_bytes(tmp_path, monkeypat
         return write_or_fail
 
     monkeypatch.setattr(os, "fsync", full(os.fsync))
-    monkeypatch.setattr(writer_module, "_write_all", full(writer_module._write_all))
+    monkeypatch.setattr(shards, "write_all", full(shards.write_all))
     with pytest.raises(CheckpointError, match=r"no room on the disk.*bytes to write, [\d,]+ bytes free"):
         write(tmp_path / "step-00000002")
     monkeypatch.undo()

@@ -17,6 +17,8 @@ KINDS = (
     "model.safetensors.index.json",
     "optimizer.index.json",
     "manifest.json",
+    "tokenizer.json",
+    "growth_receipt.json",
     "model-00000-00001.safetensors",
     "optimizer-00000-00000.safetensors",
 )

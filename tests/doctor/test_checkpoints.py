@@ -8,6 +8,7 @@ import pytest
 
 from launch.doctor import main
 from lightninglm.checkpoint import CheckpointWriter, newest_checkpoint, set_aside, step_folder
+from lightninglm.checkpoint.layout import decode_head
 from tests.checkpoint.checkpoints import CONFIG, STATE, tensors
 
 
@@ -42,8 +43,15 @@ def damage(path: Path, how: str) -> None:
     elif how == "truncate":
         path.write_bytes(content[: len(content) // 2])
     else:
-        content[-1] ^= 1
+        content[position_in_smallest(path) if path.suffix == ".safetensors" else -1] ^= 1
         path.write_bytes(content)
+
+
+def position_in_smallest(shard: Path) -> int:
+    """A byte of a tensor that a resume looks at too."""
+    head, start = decode_head(shard)
+    spans = [entry["data_offsets"] for entry in head.values() if entry["data_offsets"][1] > entry["data_offsets"][0]]
+    return start + min(spans, key=lambda span: span[1] - span[0])[0]
 
 
 FILES = (
@@ -65,13 +73,73 @@ def test_damage_is_named_and_the_checkpoint_before_is_taken(stage, name, how, ca
     assert newest_checkpoint(stage, "full")[0] == stage / step_folder(3)
 
 
+def write_one_shard(stage: Path, step: int, state: dict) -> Path:
+    with CheckpointWriter(stage / step_folder(step)) as writer:
+        for name, tensor in tensors(step).items():
+            writer.add(name, tensor)
+        return writer.commit(CONFIG, STATE | {"step": step} | state)
+
+
+def test_damage_that_a_resume_does_not_see_is_said_to_be_taken(stage, capsys):
+    """A resume samples two tensors of a shard; the doctor names the tensor and how to have another one taken."""
+    path = write_one_shard(stage, 9, {}) / "model-00000-00000.safetensors"
+    head, start = decode_head(path)
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    content = bytearray(path.read_bytes())
+    content[start + head[name]["data_offsets"][0]] ^= 1
+    path.write_bytes(content)
+    assert report(capsys, stage)[0] == 0
+    code, checks = report(capsys, stage, "--full")
+    assert code == 1 and f"changed bytes in {name} " in checks[-2]["found"]
+    assert checks[-1]["state"] == "problem" and "a resume takes step-00000009" in checks[-1]["found"]
+    assert checks[-1]["advice"].startswith("mv ")
+
+
+@pytest.mark.parametrize("how", ["delete", "truncate"])
+def test_the_tensors_that_are_lost_are_named(stage, how, capsys):
+    path = write_one_shard(stage, 9, {}) / "optimizer-00000-00000.safetensors"
+    last = max(decode_head(path)[0].items(), key=lambda entry: entry[1]["data_offsets"][1])[0]
+    stored = [*decode_head(path)[0]]
+    if how == "delete":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-1])
+    _, checks = report(capsys, stage / step_folder(9))
+    lost = f"(lost: {last})" if how == "truncate" else f"and {len(stored) - 3} more)"
+    assert lost in checks[0]["found"]
+
+
+def test_bases_that_the_adapters_were_not_trained_on(stage, capsys):
+    write_one_shard(stage, 9, {"expert_bases": {"model.layers.0.mlp.experts": "0" * 64}})
+    code, checks = report(capsys, stage)
+    assert code == 1 and "trained on another quantized base" in checks[-2]["found"]
+    assert checks[-1]["state"] == "problem"
+
+
+def test_a_folder_without_commit_marker(stage, capsys):
+    (stage / step_folder(7) / "manifest.json").unlink()
+    _, checks = report(capsys, stage / step_folder(7))
+    assert "not a complete checkpoint" in checks[0]["found"]
+
+
+def test_a_stage_that_has_only_begun_to_save(tmp_path, capsys):
+    (tmp_path / "seed" / ".tmp-step-00000003").mkdir(parents=True)
+    code, checks = report(capsys, tmp_path)
+    assert code == 0 and checks[-1]["found"] == "no checkpoint yet"
+
+
 def test_what_killed_runs_leave_is_explained(stage, capsys):
     shutil.copytree(stage / step_folder(7), stage / ".tmp-step-00000009")
+    shutil.copytree(stage / step_folder(3), stage / ".tmp-grow-1-stack_layers")
     shutil.copytree(stage / step_folder(7), stage / step_folder(8))
     set_aside(stage / step_folder(8))
     code, checks = report(capsys, stage)
     assert code == 0
-    assert sum(check["state"] == "warning" for check in checks) == 2
+    warnings = [check for check in checks if check["state"] == "warning"]
+    assert [Path(check["name"]).name for check in warnings] == [
+        ".tmp-grow-1-stack_layers", ".tmp-step-00000009", "damaged-step-00000008",
+    ]  # fmt: skip
+    assert "growth" in warnings[0]["found"] and "resume" in warnings[2]["found"]
 
 
 def test_a_stage_without_a_sound_checkpoint(stage, capsys):

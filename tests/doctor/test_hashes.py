@@ -6,13 +6,19 @@ from pathlib import Path
 import pytest
 
 from launch.doctor import main
-from lightninglm.checkpoint import CheckpointError, read_hashes, step_folder, write_hashes
-from tests.checkpoint.checkpoints import tensors, write
+from lightninglm.checkpoint import CheckpointError, CheckpointWriter, read_hashes, step_folder, write_hashes
+from tests.checkpoint.checkpoints import CONFIG, STATE, tensors
 
 
 def make_run(folder: Path, seeds: dict[str, int]) -> Path:
+    trained = []
     for stage, seed in seeds.items():
-        write_hashes(write(folder / stage / step_folder(7), seed))
+        with CheckpointWriter(folder / stage / step_folder(7)) as writer:
+            for name, tensor in tensors(seed).items():
+                writer.add(name, tensor)
+            checkpoint = writer.commit(CONFIG, STATE | {"lineage": [{"stage": name} for name in trained]})
+        write_hashes(checkpoint)
+        trained.append(stage)
     return folder
 
 
@@ -33,10 +39,15 @@ def test_equal_runs(runs, capsys):
     assert result["stages"]["seed"]["equal"] == len(tensors())
 
 
+def test_the_switch_for_json_may_stand_first(runs, capsys):
+    assert main(["--json", "hashes", str(runs[0]), str(runs[0])]) == 0
+    assert json.loads(capsys.readouterr().out)["same"]
+
+
 def test_the_differing_tensors_are_named(runs, capsys):
     code, result = compare(capsys, *runs)
     assert code == 1
-    assert result["stages"]["seed"]["same"]
+    assert result["stages"]["seed"]["same"] and result["first_difference"] == "moe"
     random = {name for name, value in tensors().items() if value.is_floating_point() and value.numel() > 2}
     assert set(result["stages"]["moe"]["different"]) >= random
 
@@ -53,7 +64,7 @@ def test_a_missing_stage_is_a_difference(runs, tmp_path, capsys):
     assert code == 1 and result["lacking"][str(tmp_path / "c")] == ["moe"]
 
 
-@pytest.mark.parametrize("content", ["{", '{"format": 9, "checkpoint": "x", "tensors": {}}'])
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"format": 9, "checkpoint": "x", "after": [], "tensors": {}}'])
 def test_a_damaged_file_is_refused(runs, content):
     path = runs[0] / "seed" / "hashes.json"
     path.write_text(content)

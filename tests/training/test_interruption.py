@@ -10,7 +10,7 @@ import time
 import pytest
 
 from lightninglm.recipe import load_recipe
-from lightninglm.training import stage
+from lightninglm.training import saving, stage
 from lightninglm.training.interruption import EXIT_STOPPED, MARGIN, Deadline, Interruption, parse_deadline
 from lightninglm.training.loop import Trainer
 from lightninglm.training.metrics import MetricsLogger
@@ -126,13 +126,13 @@ def test_a_stage_saves_once_and_stops_on_all_ranks(prepared, tmp_path, capfd, ho
             return plain(self)
 
         saves = []
-        save = stage.save_checkpoint
+        save = saving.save_checkpoint
 
         def counted(*args, **options):
             saves.append(1)
             return save(*args, **options)
 
-        MetricsLogger.step, Trainer._own_flags, stage.save_checkpoint = step, own_flags, counted
+        MetricsLogger.step, Trainer._own_flags, saving.save_checkpoint = step, own_flags, counted
         recipe = load_recipe(file, ["train.expert_parallel=2", "checkpoint.every=3", "evaluate.every=100"])
         return stage.run_stage(recipe, run, deadline=time.time() + 3600, stop_file=notice), len(saves)
 

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from lightninglm.checkpoint import CheckpointError, writer
 from lightninglm.training.run_lock import RunLock, RunLockedError
 
 HOLD = (
@@ -25,4 +26,10 @@ def test_a_held_folder_is_refused_and_a_killed_holder_lets_go(tmp_path):
     holder.kill()
     holder.wait()
     with RunLock(tmp_path, wait_seconds=0):
+        pass
+
+
+def test_a_full_disk_is_an_error_before_anything_else(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "free_bytes", lambda path: 1000)
+    with pytest.raises(CheckpointError, match="no room on the disk"), RunLock(tmp_path / "stage"):
         pass

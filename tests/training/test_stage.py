@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch
 
-from lightninglm.checkpoint import CheckpointReader
+from lightninglm.checkpoint import CheckpointReader, read_hashes
 from lightninglm.recipe import load_recipe
 from lightninglm.training.metrics import read_metrics
 from lightninglm.training.stage import run_stage
@@ -69,8 +69,10 @@ def test_stopping_and_resuming_equals_never_stopping_bit_for_bit(prepared, undis
     shutil.copytree(run, copy)
     codes = train(file, copy, 2, stop_at=stop_at)
     assert codes == [128 + signal.SIGTERM] * 2 and max(losses(copy)) == stop_at + 1
+    assert not (copy / "small/hashes.json").exists()
     assert train(file, copy, 2) == [0, 0]
     assert losses(copy) == losses(undisturbed)
+    assert read_hashes(copy / "small/hashes.json") == read_hashes(undisturbed / "small/hashes.json")
     ours, theirs = (tensors(folder / "small/step-00000012") for folder in (copy, undisturbed))
     assert ours.keys() == theirs.keys()
     for name in ours:
