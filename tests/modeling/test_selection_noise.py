@@ -47,13 +47,20 @@ def test_top_k_of_noisy_scores_samples_from_the_softmax():
     torch.testing.assert_close(shares, (scores / temperature).softmax(-1), atol=0.01, rtol=0)
 
 
+def initialized(router):
+    generator = torch.Generator().manual_seed(0)
+    for parameter in router.parameters():
+        torch.nn.init.normal_(parameter, std=0.1, generator=generator)
+    return router
+
+
 def test_the_temperature_falls_to_zero():
     assert [sampling_temperature(step, 4, 0.5) for step in (0, 1, 2, 3, 4, 5)] == [0.5, 0.375, 0.25, 0.125, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("make_config", [moe_config, grouped_config])
 def test_noise_changes_the_picks_and_not_how_they_are_weighed(make_config):
-    router = build_router(make_config())
+    router = initialized(build_router(make_config()))
     x = torch.randn(1024, H, generator=torch.Generator().manual_seed(0))
     plain, noisy = router(x, None, False), router(x, None, False, noise())
     changed = (plain.experts.sort(-1).values != noisy.experts.sort(-1).values).any(-1)
@@ -63,8 +70,8 @@ def test_noise_changes_the_picks_and_not_how_they_are_weighed(make_config):
 
 
 def test_early_on_every_expert_of_a_router_of_clones_gets_tokens():
-    flat = FlatRouter(moe_config(num_experts=64))
-    grouped = GroupedRouter(grouped_config())
+    flat = initialized(FlatRouter(moe_config(num_experts=64)))
+    grouped = initialized(GroupedRouter(grouped_config()))
     with torch.no_grad():
         flat.weight.copy_(flat.weight[:1].expand_as(flat.weight))  # equal scores: ties go to the first experts
         grouped.member.weight.zero_()
