@@ -7,8 +7,8 @@ One process; the tensors are those of a training state (weight, exp_avg, exp_avg
 when the checkpoint is committed: every byte hashed twice (file and tensor), flushed, renamed. "copy" writes the same
 bytes into the same files from memory and flushes them. "load" opens with fast verification and reads every tensor into
 memory that exists already, "full" hashes every byte as well; "read" reads the same bytes from the copy into memory that
-exists already. Before each of the three the files are dropped from the page cache, so that all come from the disk. They
-take turns; times are medians, ratios the medians over the rounds.
+exists already. Before each of the three the files are dropped from the page cache, so that all come from the disk.
+Writers, then readers, take turns, each first in its turn; times are medians, ratios the medians over the rounds.
 
 Then an engine trains: "synchronous" is what a save holds it up; of an asynchronous one, "stall" is what it holds up
 and "written" when it is committed. The steps that run meanwhile are slower, for they share the processors with the
@@ -79,6 +79,10 @@ def read(folder: Path, into: dict[str, bytearray]) -> None:
             file.readinto(buffer)
 
 
+def remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def drop_from_cache(folder: Path) -> None:
     for path in folder.iterdir():
         with path.open("rb") as file:
@@ -100,19 +104,18 @@ def throughput(scratch: Path, quick: bool) -> tuple[int, dict[str, list[float]]]
     contents = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
     buffers = {name: bytearray(len(content)) for name, content in contents.items()}
     seconds: dict[str, list[float]] = {what: [] for what in BASELINES}
-    for _ in range(3 if quick else 9):
-        shutil.rmtree(checkpoint)
-        shutil.rmtree(plain, ignore_errors=True)
-        for what, action, parameters in (
-            ("save", save, (tensors, checkpoint)),
-            ("copy", copy, (contents, plain)),
-            ("load", load, (checkpoint, "fast", targets)),
-            ("read", read, (plain, buffers)),
-            ("full", load, (checkpoint, "full", targets)),
-        ):
-            if BASELINES[what] == "read":
-                drop_from_cache(plain if action is read else checkpoint)
-            seconds[what].append(timed(action, *parameters))
+    writes = [("save", checkpoint, (save, tensors, checkpoint)), ("copy", plain, (copy, contents, plain))]
+    reads = [
+        ("load", checkpoint, (load, checkpoint, "fast", targets)),
+        ("full", checkpoint, (load, checkpoint, "full", targets)),
+        ("read", plain, (read, plain, buffers)),
+    ]
+    for actions, prepare in ((writes, remove), (reads, drop_from_cache)):
+        for i in range(3 if quick else 9):
+            first = i % len(actions)  # the disk remembers what was done before
+            for what, folder, action in actions[first:] + actions[:first]:
+                prepare(folder)
+                seconds[what].append(timed(*action))
     return sum(tensor.nbytes for tensor in tensors.values()), seconds
 
 
