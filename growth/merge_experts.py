@@ -55,6 +55,9 @@ def plan(source: Source, options: MergeExpertsOptions, seed: int) -> Plan:
 
         return Origin("merged", parts + shared, merged, dtype=DTYPES[options.dtype])
 
-    config = target_config(source, expert_quantization=None)
+    backend = source.config.experts_backend
+    config = target_config(
+        source, expert_quantization=None, experts_backend="auto" if backend == "triton" else backend
+    )  # the kernel is for quantized weights alone
     rounded = torch.bfloat16 in (DTYPES[options.dtype], source.config.dtype)
     return Plan(config, fill(config, origin_of), tolerance=ROUNDED_TOLERANCE if rounded else EXACT_TOLERANCE)

@@ -84,7 +84,8 @@ def plan(source: Source, options: MultiplyExpertsOptions, seed: int) -> Plan:
         )
     grouped = options.strategy == "exact"
     config = _target_config(source, options)
-    unchanged = _unchanged_blocks(source.table, tensor_table(config))
+    target = tensor_table(config)
+    unchanged, keeping = _unchanged_blocks(source.table, target), _blocks_keeping_experts(source.table, target)
 
     def origin_of(name: str, spec: TensorSpec) -> Origin | None:
         ffn = split_ffn(name)
@@ -95,6 +96,8 @@ def plan(source: Source, options: MultiplyExpertsOptions, seed: int) -> Plan:
             return copied(f"{block}.{GROUP_PARENTS[rest]}")
         if grouped and rest.startswith("router."):
             return initial(name, spec, config, seed)
+        if block in keeping and (rest == "router.weight" or split_expert(rest) is not None):
+            return copied(name)
         if rest == "router.weight":
             std = ROUTER_NOISE if options.strategy == "paper" else 0.0
             return Origin("derived", (name,), lambda rows: _noisy(rows.repeat(clones, 1), std * rows.std(), seed, name))
@@ -196,6 +199,12 @@ def _unchanged_blocks(source: Mapping[str, TensorSpec], target: Mapping[str, Ten
 
     before = blocks(source)
     return {block for block, specs in blocks(target).items() if before.get(block) == specs}
+
+
+def _blocks_keeping_experts(source: Mapping[str, TensorSpec], target: Mapping[str, TensorSpec]) -> set[str]:
+    """FFN blocks with as many routed experts as before, maybe behind another kind of router (a second-token block)."""
+    routers = [name for name in target if name.endswith(".router.weight")]
+    return {split_ffn(name)[0] for name in routers if target[name].shape == source[name].shape}
 
 
 def _noisy(weight: Tensor, std: float | Tensor, seed: int, name: str) -> Tensor:

@@ -232,7 +232,7 @@ class LightningLMConfig(PreTrainedConfig):
         _one_of("mtp_stack", self.mtp_stack, ("sequential", "midpoint"))
         _one_of("delta_rule_backend", self.delta_rule_backend, ("auto", "torch", "naive", "fla"))
         _one_of("attention_backend", self.attention_backend, ("auto", "torch", "naive"))
-        _one_of("experts_backend", self.experts_backend, ("auto", "torch", "naive", "grouped_mm"))
+        _one_of("experts_backend", self.experts_backend, ("auto", "torch", "naive", "grouped_mm", "triton"))
         _one_of("loss_backend", self.loss_backend, ("auto", "torch", "naive", "liger"))
         if self.tie_word_embeddings:
             raise ValueError("config.tie_word_embeddings = True: the byte embedding has no table to tie to the head")
@@ -344,6 +344,8 @@ class LightningLMConfig(PreTrainedConfig):
                     raise ValueError(f"config.{name} = {getattr(self, name)}: must be between 2 and {limit}")
             if self.num_null_experts:
                 raise ValueError("config.num_null_experts: null slots need router_layout = 'flat'")
+        if self.experts_backend == "triton" and (self.expert_quantization or {}).get("kind") not in ("int8", "int4"):
+            raise ValueError("config.experts_backend = 'triton': needs expert_quantization of kind 'int8' or 'int4'")
         if self.expert_quantization is not None:
             given, needed = set(self.expert_quantization), {"kind", "group_size", "rank", "seed"}
             if not needed <= given <= needed | {"scale_dtype"}:

@@ -220,10 +220,12 @@ def expert_backend(config: LightningLMConfig) -> str:
     """
     `config.experts_backend`, checked; `"auto"` is the loop where the sizes do not suit grouped_mm.
 
+    `"triton"` names the kernel of a quantized base; the other products are then those of `"auto"`.
+
     Raises:
         ValueError: grouped_mm is asked for and cannot align the rows.
     """
-    backend = config.experts_backend
+    backend = "auto" if config.experts_backend == "triton" else config.experts_backend
     sizes = {"hidden_size": config.hidden_size, "moe_intermediate_size": config.moe_intermediate_size}
     if config.expert_quantization is not None:
         sizes["expert_quantization.rank"] = config.expert_quantization["rank"]

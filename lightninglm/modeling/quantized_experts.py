@@ -3,11 +3,15 @@ Routed experts with frozen quantized weights and trained low-rank adapters.
 
     y = x W^T + (x B^T) A^T,   W = dequantize(codes) R,   dx = g (W + A B)
 
-The quantized base is in the gradient path. It is dequantized a block of experts at a time, in the forward pass and
-again in the backward pass; nothing dequantized is kept. R rows, E local experts, H hidden size, F expert width, r rank.
+The quantized base is in the gradient path. It is dequantized a block of experts at a time (or tile by tile inside the
+fused Triton kernel), in the forward pass and again in the backward pass; nothing dequantized is kept.
+
+R rows, E local experts, H hidden size, F expert width, r rank.
 """
 
 import hashlib
+import importlib.metadata
+import importlib.util
 import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -18,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .configuration_lightninglm import LightningLMConfig
+from .delta_rule import triton_problem
 from .experts import Experts, choose_matmul, expert_backend, grouped_linear, naive_experts
 from .quantizers import (
     CodebookQuantizer,
@@ -213,6 +218,34 @@ def import_published(
     }
 
 
+def kernel_problem(device: torch.device) -> str | None:
+    """Why the fused Triton kernel cannot run on `device`, and what to do about it; None when it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; install it, or use 'torch'"
+    if device.type == "cuda":
+        return triton_problem(importlib.metadata.version("triton"), torch.cuda.get_device_capability(device))
+    if not importlib.import_module("triton").knobs.runtime.interpret:
+        return (
+            f"its kernel needs a CUDA device, the tensors are on {device.type!r}; use 'torch' (or TRITON_INTERPRET=1 "
+            "to check the kernel in Triton's interpreter)"
+        )
+    return None
+
+
+def base_backend(config: LightningLMConfig, backend: str, device: torch.device) -> str:
+    """
+    What multiplies by the quantized base: `"triton"` where the configuration names it, else `backend` and blocks.
+
+    Raises:
+        RuntimeError: the kernel is asked for and cannot run (`kernel_problem`).
+    """
+    if config.experts_backend != "triton":
+        return backend
+    if problem := kernel_problem(device):
+        raise RuntimeError(f"config.experts_backend = 'triton': {problem}")
+    return "triton"
+
+
 def _blocks(sizes: list[int], experts_per_block: int) -> Iterator[tuple[slice, slice]]:
     """(experts, rows) slices that cover all rows; blocks of experts without rows are left out."""
     row = 0
@@ -231,6 +264,10 @@ class _FrozenGroupedLinear(torch.autograd.Function):
     def forward(ctx, x_RI, codes, scales, counts, quantizer, backend):
         ctx.save_for_backward(codes, scales, counts)
         ctx.quantizer, ctx.backend, ctx.in_features = quantizer, backend, x_RI.shape[1]
+        if backend == "triton":
+            from .fused_dequantize import rows_by_base
+
+            return rows_by_base(x_RI, codes, scales, counts, quantizer, by_transposed=True)
         y_RO = x_RI.new_empty(x_RI.shape[0], codes.shape[1])
         for x, y, weight, matmul in _FrozenGroupedLinear._dequantized(ctx, x_RI, y_RO, codes, scales, counts):
             matmul.rows_by_weight(x, weight.transpose(1, 2), out=y)
@@ -240,6 +277,11 @@ class _FrozenGroupedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_RO):
         codes, scales, counts = ctx.saved_tensors
+        if ctx.backend == "triton":
+            from .fused_dequantize import rows_by_base
+
+            grad_RI = rows_by_base(grad_RO, codes, scales, counts, ctx.quantizer, by_transposed=False)
+            return grad_RI, None, None, None, None, None
         grad_RI = grad_RO.new_empty(grad_RO.shape[0], ctx.in_features)
         rows = _FrozenGroupedLinear._dequantized(ctx, grad_RO.contiguous(), grad_RI, codes, scales, counts)
         for grad_y, grad_x, weight, matmul in rows:
@@ -328,10 +370,11 @@ class QuantizedExperts(nn.Module):
             return naive_experts(x_RH, tokens_per_expert, *(weights[name].to(x_RH.dtype) for name in PROJECTIONS))
         matmul = choose_matmul(self.backend, x_RH, tokens_per_expert)
         formats = weight_formats(self.config, self.shared())
+        backend = base_backend(self.config, self.backend, x_RH.device)
 
         def project(name, x, x_rot):
             stack = getattr(self, name)
-            return stack(x, x_rot, tokens_per_expert, matmul, formats[name].quantizer, self.backend)
+            return stack(x, x_rot, tokens_per_expert, matmul, formats[name].quantizer, backend)
 
         x_rot_RH = formats["gate_proj"].rotate(x_RH).to(x_RH.dtype)
         gate_RF = project("gate_proj", x_RH, x_rot_RH)

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 GIB = 2**30
 OVERHEAD_BYTES = 2 * GIB
 """CUDA context, NCCL's buffers, workspaces of cuBLAS: an allowance, not measured here."""
+CPU_OVERHEAD_BYTES = GIB // 2
+"""What a CPU rank has to itself: 0.44 GiB of a rank of a rehearsal, which held some 20 MB of weights and moments."""
 FRAGMENTATION = 0.05
 """Share of what is allocated that the allocator cannot hand out: an allowance, not measured here."""
 
@@ -30,6 +32,6 @@ DEVICES = {
 }
 
 
-def needed_bytes(allocated: int) -> int:
-    """Memory that a GPU must have for a process that allocates so much."""
-    return round(allocated * (1 + FRAGMENTATION)) + OVERHEAD_BYTES
+def needed_bytes(allocated: int, overhead: int = OVERHEAD_BYTES) -> int:
+    """Memory that a GPU must have for a process that allocates so much; a CPU rank with its own `overhead`."""
+    return round(allocated * (1 + FRAGMENTATION)) + overhead

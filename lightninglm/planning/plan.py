@@ -14,9 +14,10 @@ from lightninglm.modeling.parameter_count import ParameterCount, count_parameter
 from lightninglm.modeling.parameter_roles import ADAPTERS, role
 from lightninglm.planning.activations import Activations, activation_bytes, stack_bytes
 from lightninglm.planning.compute import training_flops
-from lightninglm.planning.devices import DEVICES, GIB, needed_bytes
+from lightninglm.planning.devices import DEVICES, GIB, OVERHEAD_BYTES, needed_bytes
 from lightninglm.planning.memory import ITEM_BYTES, RankBytes, checkpoint_bytes, rank_bytes, tensor_bytes
 from lightninglm.planning.stages import Stage
+from lightninglm.recipe import Recipe
 
 DEPTHS = (8, 20, 40)
 
@@ -53,11 +54,15 @@ class Setting:
 
     @classmethod
     def of(cls, stage: Stage, world_size: int) -> "Setting":
-        train = stage.recipe.train
+        return cls.of_recipe(stage.recipe, stage.config, world_size)
+
+    @classmethod
+    def of_recipe(cls, recipe: Recipe, config: LightningLMConfig, world_size: int) -> "Setting":
+        train = recipe.train
         return cls(
-            stage.config,
-            stage.recipe.deepspeed_file,
-            stage.recipe.data.sequence_length,
+            config,
+            recipe.deepspeed_file,
+            recipe.data.sequence_length,
             train.global_batch,
             world_size,
             train.micro_batch,
@@ -114,14 +119,14 @@ def largest_micro_batch(setting: Setting, state: RankBytes, memory: float) -> in
     return max(fitting, default=None)
 
 
-def smallest_change(setting: Setting, memory: float) -> list[str] | None:
+def smallest_change(setting: Setting, memory: float, overhead: int = OVERHEAD_BYTES) -> list[str] | None:
     """
-    The fewest changes that make the stage fit: none needed is [], none possible is None.
+    The fewest changes that make the stage fit `memory` GiB a rank: none needed is [], none possible is None.
 
     Tried in this order: a smaller micro-batch (accumulation makes up for it), ZeRO 2, experts over more ranks, 4 bits.
     """
     for changes, changed in sorted(_variants(setting), key=lambda variant: len(variant[0])):
-        if needed_bytes(peak_bytes(changed.state(), changed.activations())) <= memory * GIB:
+        if needed_bytes(peak_bytes(changed.state(), changed.activations()), overhead) <= memory * GIB:
             return changes
     return None
 
@@ -300,6 +305,13 @@ def disk(stage: Stage) -> dict[str, int]:
     }
 
 
+def lineage_disk(stages: Sequence[Stage]) -> int:
+    """The most bytes on disk with the checkpoints of all stages kept: one is being written, or a growth underway."""
+    rows = [disk(stage) for stage in stages]
+    kept = sum(stage.recipe.checkpoint.keep * row["checkpoint"] for stage, row in zip(stages, rows, strict=True))
+    return kept + max(row["checkpoint"] + row["growth"] for row in rows)
+
+
 def plan_lineage(stages: Sequence[Stage], node: Node) -> dict[str, Any]:
     """The plan of every stage, and their sums."""
     rows = [plan_stage(stage, node) for stage in stages]
@@ -314,8 +326,6 @@ def plan_lineage(stages: Sequence[Stage], node: Node) -> dict[str, Any]:
             }
             for column in columns
         ]
-    kept = sum(s.recipe.checkpoint.keep * row["disk"]["checkpoint"] for s, row in zip(stages, rows, strict=True))
-    momentary = max(row["disk"]["checkpoint"] + row["disk"]["growth"] for row in rows)
     return {
         "gpus": node.gpus,
         "gpu_memory_gib": node.memory,
@@ -324,7 +334,7 @@ def plan_lineage(stages: Sequence[Stage], node: Node) -> dict[str, Any]:
         "total": {
             "tokens": sum(row["schedule"]["tokens"] for row in rows),
             "time": totals,
-            "disk": kept + momentary,
+            "disk": lineage_disk(stages),
         },
         "fits": all(row["asked"]["fits"] for row in rows),
     }

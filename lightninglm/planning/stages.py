@@ -68,9 +68,9 @@ def load_stages(
                 )
         configs[recipe.name] = config
         stages.append(Stage(recipe, file, config, in_between))
+        if file.resolve() == path.resolve():
+            return stages[-1:], lineage.world_size
     if not is_lineage:
-        stages = [stage for stage in stages if stage.file.resolve() == path.resolve()]
-        if not stages:
-            load_recipe(path, overrides)  # whatever is wrong with it comes first
-            raise lineage.recipes[0].error("name", f"{path} is not one of the stages of {path.parent}/lineage.yaml")
+        load_recipe(path, overrides)  # whatever is wrong with it comes first
+        raise lineage.recipes[0].error("name", f"{path} is not one of the stages of {path.parent}/lineage.yaml")
     return stages, lineage.world_size

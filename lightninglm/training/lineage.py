@@ -5,7 +5,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -19,6 +19,9 @@ from lightninglm.training.run_lock import RunLock
 from lightninglm.training.summary import print_summary, summarize, write_summary
 from lightninglm.training.supervise import run_group
 
+RESTARTS = 2
+NOT_RESTARTED = (2, 3, EXIT_STOPPED)
+"""Exit codes of a stage after which another start ends alike: bad input, non-finite steps, stopped as asked."""
 LINEAGE_PID = "LIGHTNINGLM_LINEAGE_PID"  # lets the ranks save and stop when this process is killed
 
 
@@ -35,6 +38,8 @@ def run_lineage(
     console: Console,
     deadline: float | None = None,
     stop_file: Path | None = None,
+    restarts: int = RESTARTS,
+    memory_check: bool = True,
 ) -> int:
     """
     Trains every unfinished stage, grows between them, and ends with a table and `<run_folder>/summary.json`.
@@ -47,31 +52,45 @@ def run_lineage(
         overrides: `--set` values, passed on to every stage.
         accept_changes: continue although a recipe was edited after its stage began.
         deadline, stop_file: as for `run_stage`.
+        restarts: how often each stage is started again after a crash.
+        memory_check: whether stages refuse ranks with too little memory.
     Returns:
         0 when every stage has finished, else the exit code of what ended first.
     """
+    arguments = [
+        *(word for override in overrides for word in ("--set", override)),
+        *(["--accept-changes"] if accept_changes else []),
+        *(["--deadline", datetime.fromtimestamp(deadline).isoformat()] if deadline is not None else []),
+        *(["--stop-file", str(stop_file)] if stop_file is not None else []),
+        *([] if memory_check else ["--no-memory-check"]),
+    ]
     with RunLock(run_folder):
         for number, (recipe, file) in enumerate(zip(recipes, files, strict=True), start=1):
-            if _finished(recipe, run_folder, accept_changes):
+            if is_finished(recipe, run_folder, accept_changes):
                 console.print(f"[bold]{recipe.name}[/bold] finished already")
                 continue
             console.rule(f"stage {number} of {len(recipes)}: {recipe.name}")
-            with _Stopwatch(run_folder):
-                prepare_stage(recipe, run_folder, grow_chain)
-                command = [
-                    *(str(Path(sys.executable).with_name("deepspeed")), "--quiet", "--num_gpus", str(num_gpus)),
-                    *("--master_port", str(_free_port()), str(stage_script)),
-                    *("--recipe", str(file), "--run", str(run_folder)),
-                    *(word for override in overrides for word in ("--set", override)),
-                    *(["--accept-changes"] if accept_changes else []),
-                    *(["--deadline", datetime.fromtimestamp(deadline).isoformat()] if deadline is not None else []),
-                    *(["--stop-file", str(stop_file)] if stop_file is not None else []),
-                ]
-                if deadline is not None and time.time() >= deadline:
-                    console.print(f"the deadline passed before stage '{recipe.name}' began; the same command goes on")
-                    return EXIT_STOPPED
-                code, asked = run_group(command, os.environ | {LINEAGE_PID: str(os.getpid())})
-            if not _finished(recipe, run_folder, accept_changes=True):
+            for restart in range(restarts + 1):
+                console.print(where(recipe, run_folder))
+                with _Stopwatch(run_folder):
+                    prepare_stage(recipe, run_folder, grow_chain)
+                    if deadline is not None and time.time() >= deadline:
+                        console.print(
+                            f"the deadline passed before stage '{recipe.name}' began; the same command goes on"
+                        )
+                        return EXIT_STOPPED
+                    deepspeed = str(Path(sys.executable).with_name("deepspeed"))
+                    launcher = (deepspeed, "--quiet", "--master_port", str(_free_port()))
+                    command = stage_command(file, run_folder, num_gpus, stage_script, arguments, launcher)
+                    code, asked = run_group(command, os.environ | {LINEAGE_PID: str(os.getpid())})
+                if is_finished(recipe, run_folder, accept_changes=True) or asked or code in NOT_RESTARTED:
+                    break
+                if restart < restarts:
+                    console.print(
+                        f"stage '{recipe.name}' crashed with exit code {code}: restart {restart + 1} of {restarts}",
+                        style="yellow",
+                    )
+            if not is_finished(recipe, run_folder, accept_changes=True):
                 if asked or code == EXIT_STOPPED:
                     console.print(f"stopped in stage '{recipe.name}'; the same command goes on from there")
                     return 128 + 15 if asked else EXIT_STOPPED
@@ -84,7 +103,29 @@ def run_lineage(
     return 0
 
 
-def _finished(recipe, run_folder: Path, accept_changes: bool) -> bool:
+def stage_command(
+    file: Path,
+    run_folder: Path,
+    num_gpus: int,
+    stage_script: Path,
+    arguments: Sequence[str],
+    launcher: Sequence[str] = ("deepspeed",),
+) -> list[str]:
+    """The command that trains one stage. arguments: of `stage_script`, besides recipe and run folder."""
+    start = [*launcher, "--num_gpus", str(num_gpus), str(stage_script)]
+    return [*start, "--recipe", str(file), "--run", str(run_folder), *arguments]
+
+
+def where(recipe, run_folder: Path) -> str:
+    """In words, how far a stage is: 'step 40 of 96, from <checkpoint>'."""
+    folder, _ = newest_checkpoint(run_folder / recipe.name)
+    if folder is None:
+        return f"not begun, {recipe.total_steps:,} steps"
+    step = CheckpointReader(folder, verify=None).trainer_state["step"]
+    return f"step {step:,} of {recipe.total_steps:,}, from {folder}"
+
+
+def is_finished(recipe, run_folder: Path, accept_changes: bool) -> bool:
     """Whether the stage's newest checkpoint is its last. Raises RecipeError when the recipe is not the one it ran."""
     folder, _ = newest_checkpoint(run_folder / recipe.name)
     if folder is None:

@@ -7,6 +7,7 @@ from lightninglm.checkpoint import CheckpointError, CheckpointReader, newest_che
 from lightninglm.checkpoint.layout import step_folder
 from lightninglm.data.loader import heldout_file
 from lightninglm.data.prepare import prepare
+from lightninglm.modeling.configuration_lightninglm import LightningLMConfig
 
 
 def prepare_stage(recipe, run_folder: Path, grow_chain: Callable) -> None:
@@ -35,6 +36,27 @@ def prepare_stage(recipe, run_folder: Path, grow_chain: Callable) -> None:
         heldout=heldout_file(data_folder(recipe, run_folder), length),
         moments=recipe.grow.moments,
     )
+
+
+def stage_config(recipe, run_folder: Path, grown_configs: Callable) -> LightningLMConfig | None:
+    """
+    The model that a stage is about to train, before anything is grown or loaded; only configurations are read.
+
+    Args:
+        grown_configs: `growth.grown_config.grown_configs`, passed in because this package does not know growth.
+    Returns:
+        None when nobody knows yet: the parent has no checkpoint, or a new vocabulary decides (`resize_vocabulary`).
+    """
+    own, _ = newest_checkpoint(run_folder / recipe.name)
+    if own is None and recipe.grow is None:
+        return recipe.build_config()
+    folder = own or newest_checkpoint(run_folder / recipe.grow.source)[0]
+    if folder is None or (own is None and any("resize_vocabulary" in step for step in recipe.grow.steps)):
+        return None
+    config = LightningLMConfig.from_dict(CheckpointReader(folder, verify=None).config)
+    if own is None and recipe.grow.steps:
+        config = grown_configs(config, recipe.grow.steps, recipe.train.seed)[-1]
+    return LightningLMConfig.from_dict({**config.to_dict(), **recipe.config_overrides})
 
 
 def data_folder(recipe, run_folder: Path) -> Path:

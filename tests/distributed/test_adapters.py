@@ -194,6 +194,47 @@ def test_a_stale_master_copy_undoes_the_merge():
     assert relative(after, merged) > 0.05
 
 
+def changes_by_repeated_merges(stale, kind, merges=4):
+    """
+    Relative change of the experts' function from before each merge to after the idle step that follows, on one rank.
+
+    Nothing trains between the merges (learning rate zero), so that every change comes from merging alone.
+    """
+
+    def run(rank, world_size):
+        engine = build(world_size, kind=kind)
+        for group in engine.optimizer.param_groups:
+            group["lr"] = 0.02
+        loss_after(engine, 4)
+        state, trained, changes = OptimizerState(engine), outputs(engine), []
+        adapters = [p for _, experts in quantized_layers(engine.module) for p in experts.parameters()]
+        for _ in range(merges):
+            masters = [state.fragment(p, "master")[1].clone() for p in adapters]
+            before = outputs(engine)
+            merge_adapters(engine)
+            if stale:
+                for parameter, old in zip(adapters, masters, strict=True):
+                    state.fragment(parameter, "master")[1].copy_(old)
+            idle_step(engine)
+            after = outputs(engine)
+            changes.append((relative(after, before), relative(after, trained)))
+        return changes
+
+    return run_ranks(run, 1)[0]
+
+
+@pytest.mark.parametrize("kind,tolerance", [("int8", 0.02), ("int4", 0.15)])
+def test_repeated_merges_drift_without_bound_only_when_the_master_copies_are_stale(kind, tolerance):
+    """A stale master adds the product A B to the base again at every merge: the error grows merge by merge."""
+    for at_merge, in_all in changes_by_repeated_merges(False, kind):
+        assert at_merge < tolerance and in_all < 2 * tolerance
+    stale = changes_by_repeated_merges(True, kind)
+    assert all(at_merge > 0.05 for at_merge, _ in stale)
+    in_all = [total for _, total in stale]
+    assert in_all == sorted(in_all)
+    assert in_all[-1] > 3 * in_all[0]
+
+
 @pytest.mark.parametrize("saved_on,loaded_on", [(2, 1), (1, 4)])
 def test_a_merged_run_goes_on_from_its_checkpoint_on_other_ranks(saved_on, loaded_on, tmp_path):
     folder = tmp_path / step_folder(3)

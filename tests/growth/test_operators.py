@@ -116,6 +116,22 @@ def test_paper_clones_are_clone_major_with_half_of_the_units_redrawn(mixture, gr
     assert not new[f"{block}.router.logit_bias"].any()
 
 
+@pytest.mark.parametrize("strategy", ["paper", "duplicate"])
+def test_a_published_second_token_layer_keeps_its_experts(tmp_path, tokenizer, grown, strategy):
+    """Its softmax router becomes a sigmoid one, whose biases start anew; experts and router rows stay."""
+    published = small_config(mode="published", num_experts=6, num_experts_per_tok=2, num_null_experts=6)
+    source = write_checkpoint(tmp_path / "source", published, tokenizer)
+    target = grown(source, "multiply_experts", num_experts=18, strategy=strategy)
+    old, new, config = read_all(source), read_all(target), CheckpointReader(target).config
+    assert (config["mtp_num_experts"], config["router_scoring"]) == (6, "sigmoid")
+    block = "mtp.layer.mlp"
+    assert torch.equal(new[f"{block}.router.weight"], old[f"{block}.router.weight"])
+    for index in range(6):
+        for matrix in MATRICES:
+            assert torch.equal(expert(new, block, index)[matrix], expert(old, block, index)[matrix])
+    assert f"{block}.experts.6.gate_proj.weight" not in new
+
+
 def test_balance_options_reach_the_config(mixture, grown):
     target = grown(mixture, "multiply_experts", num_experts=12, balance="banded", balance_speed=5e-5)
     config = CheckpointReader(target).config

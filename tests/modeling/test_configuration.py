@@ -33,7 +33,7 @@ from tests.modeling.moe_configs import grouped_config, moe_config, quantized_con
         ({"sinkhorn_iterations": 0}, "sinkhorn_iterations = 0: must be at least 1"),
         ({"logit_softcap": -1.0}, "logit_softcap = -1.0: must not be negative"),
         ({"stack_backend": "reversable"}, "stack_backend = 'reversable': must be one of 'reversible', 'stored'"),
-        ({"experts_backend": "triton"}, "experts_backend = 'triton': must be one of"),
+        ({"experts_backend": "cutlass"}, "experts_backend = 'cutlass': must be one of"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok = 9: must be .* at most the 8 experts"),
         ({"num_experts_per_tok": 1}, "num_experts_per_tok = 1: must be at least 2 .*trains no router"),
         ({"num_nextn_predict_layers": 1, "mtp_num_experts_per_tok": 9}, "mtp_num_experts_per_tok = 9"),

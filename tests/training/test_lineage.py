@@ -10,9 +10,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
 
 from growth.chain import grow_chain
+from lightninglm.distributed.process_group import EXIT_BAD_INPUT
 from lightninglm.recipe import load_lineage
+from lightninglm.training.interruption import EXIT_STOPPED
+from lightninglm.training.lineage import run_lineage
+from lightninglm.training.loop import EXIT_NOT_FINITE
 from lightninglm.training.metrics import read_metrics
 from lightninglm.training.prepare import prepare_stage
 from lightninglm.training.stage import run_stage
@@ -125,6 +130,41 @@ def test_bad_input_is_one_line_and_exit_code_2_before_anything_starts(lineage, t
     text = Path(f"{run}.log").read_text()
     assert text.startswith("error: ") and message in text and len(text.splitlines()) == 1
     assert not run.exists()
+
+
+@pytest.mark.parametrize(("crashes", "restarts", "code"), [(2, 2, 0), (2, 1, 137), (0, 2, 0)])
+def test_a_crashed_stage_is_started_again(lineage, tmp_path, monkeypatch, capsys, crashes, restarts, code):
+    seed = load_lineage(lineage).recipes[0]
+    run, starts = tmp_path / "run", []
+
+    def start_ranks(command, env):
+        starts.append(command)
+        if len(starts) <= crashes:
+            return 137, False
+        run_ranks(lambda rank, world_size: run_stage(seed, run), RANKS)
+        return 0, False
+
+    monkeypatch.setattr("lightninglm.training.lineage.run_group", start_ranks)
+    assert run_seed(lineage, run, restarts=restarts) == code
+    assert len(starts) == min(crashes, restarts) + 1
+    printed = capsys.readouterr().out
+    assert printed.count("crashed with exit code 137: restart") == min(crashes, restarts)
+
+
+@pytest.mark.parametrize("code", [EXIT_BAD_INPUT, EXIT_NOT_FINITE, EXIT_STOPPED])
+def test_what_would_end_alike_is_not_started_again(lineage, tmp_path, monkeypatch, code):
+    starts = []
+    monkeypatch.setattr("lightninglm.training.lineage.run_group", lambda *_: starts.append(1) or (code, False))
+    assert run_seed(lineage, tmp_path / "run", restarts=2) == code
+    assert len(starts) == 1
+
+
+def run_seed(lineage, run, **options):
+    """`run_lineage` on the first stage alone."""
+    loaded = load_lineage(lineage)
+    common = {"num_gpus": RANKS, "grow_chain": grow_chain, "stage_script": Path("launch/stage.py")}
+    common |= {"overrides": [], "accept_changes": False, "console": Console()}
+    return run_lineage(loaded.recipes[:1], loaded.files[:1], run, **common, **options)
 
 
 def test_a_stage_whose_parent_never_ran_is_refused(lineage, tmp_path):
