@@ -4,7 +4,7 @@ Saving and loading a checkpoint against a plain copy of the same bytes, and how 
     python benchmarks/checkpoint.py [--quick] [--json FILE]
 
 One process; the tensors are those of a training state (weight, exp_avg, exp_avg_sq of random matrices). "save" ends
-when the checkpoint is committed: every byte hashed twice (file and tensor), flushed, renamed. "copy" writes the same
+when the checkpoint is committed: every byte hashed, flushed, renamed. "copy" writes the same
 bytes into the same files from memory and flushes them. "load" opens with fast verification and reads every tensor into
 memory that exists already, "full" hashes every byte as well; "read" reads the same bytes from the copy into memory that
 exists already. Before each of the three the files are dropped from the page cache, so that all come from the disk.

@@ -80,6 +80,13 @@ def report(
     for row in rows:
         table.add_row(*(_text(row.get(key)) for key in columns))
     console.print(table)
+    if targets:
+        console.print(_goals(targets))
+    if json_file is not None:
+        write_json(json_file, {"machine": about, "rows": rows, "targets": targets})
+
+
+def _goals(targets: dict[str, dict[str, float | str]]) -> Table:
     goals = Table(title="targets")
     for heading in ("name", "measured", "target", "met"):
         goals.add_column(heading, justify="left" if heading == "name" else "right")
@@ -87,9 +94,7 @@ def report(
         value, goal_value, lower = goal["value"], goal["target"], goal["better"] == "lower"
         met = value <= goal_value if lower else value >= goal_value
         goals.add_row(name, _text(value), f"{'<=' if lower else '>='} {goal_value:g}", "yes" if met else "no")
-    console.print(goals)
-    if json_file is not None:
-        write_json(json_file, {"machine": about, "rows": rows, "targets": targets})
+    return goals
 
 
 def write_json(file: Path, content: dict) -> None:

@@ -12,6 +12,7 @@ from lightninglm.checkpoint.reader import CheckpointReader
 from lightninglm.checkpoint.retention import newest_checkpoint
 
 HASHES = "hashes.json"
+FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Comparison:
 def write_hashes(checkpoint: str | Path) -> Path:
     """Writes `hashes.json` beside a stage's last checkpoint, from its manifest: no tensor is read."""
     checkpoint = Path(checkpoint)
-    content = {"format": layout.FORMAT, **asdict(_of_checkpoint(checkpoint))}
+    content = {"format": FORMAT, **asdict(_of_checkpoint(checkpoint))}
     target = checkpoint.parent / HASHES
     temporary = target.with_suffix(".tmp")
     with temporary.open("w") as file:
@@ -118,6 +119,6 @@ def _read_file(path: Path) -> StageHashes:
         raise CheckpointError(f"{path}: damaged, not readable as JSON ({error})") from error
     if not isinstance(content, dict) or not content.keys() >= {"format", "checkpoint", "after", "tensors"}:
         raise CheckpointError(f"{path}: not the {HASHES} of a stage")
-    if content["format"] != layout.FORMAT:
-        raise CheckpointError(f"{path}: format {content['format']!r}, this version reads format {layout.FORMAT}")
+    if content["format"] != FORMAT:
+        raise CheckpointError(f"{path}: format {content['format']!r}, this version reads format {FORMAT}")
     return StageHashes(content["checkpoint"], content["after"], content["tensors"])

@@ -25,7 +25,7 @@ import torch
 
 from lightninglm.checkpoint.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 TRAINER_STATE = "trainer_state.json"

@@ -121,6 +121,7 @@ class CheckpointReader:
             raise CheckpointError(f"{self.folder / info.file}: {name} is not stored there as {info.dtype} {info.shape}")
         position = data_start + first + start * info.dtype.itemsize
         view = memoryview(target.detach().view(torch.uint8).numpy())
+        os.posix_fadvise(file.fileno(), position, len(view), os.POSIX_FADV_WILLNEED)
         while view:
             count = os.preadv(file.fileno(), [view], position)
             if count == 0:

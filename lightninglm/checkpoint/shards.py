@@ -100,8 +100,8 @@ class HostMemory:
 
 def shard_parts(tensors: dict[str, torch.Tensor]) -> list[bytes | memoryview]:
     """The content of a safetensors file: its head, then the tensors, without a copy of them."""
-    # wide elements first, so that every tensor starts at a multiple of its element size
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    # wide elements first, so that every tensor starts at a multiple of its element size; else as they came
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     return [layout.encode_head(ordered), *(_raw_bytes(tensor) for _, tensor in ordered)]
 
 
@@ -122,12 +122,9 @@ def write_parts(path: Path, parts: list[bytes | memoryview]) -> None:
         raise from_os_error(error, path, sum(map(len, parts))) from error
 
 
-def hash_parts(parts: list[bytes | memoryview]) -> dict:
-    """The entry in the manifest of a file with this content."""
-    sha256 = hashlib.sha256()
-    for part in parts:
-        sha256.update(part)
-    return {"bytes": sum(map(len, parts)), "sha256": sha256.hexdigest()}
+def shard_entry(parts: list[bytes | memoryview]) -> dict:
+    """The entry in the manifest of a shard: the hashes of its tensors, which stand there too, cover the rest."""
+    return {"bytes": sum(map(len, parts)), "head_sha256": hashlib.sha256(parts[0]).hexdigest()}
 
 
 def _chunks(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
@@ -184,7 +181,7 @@ def write_file(path: Path, content: bytes) -> dict:
             os.fsync(file.fileno())
     except OSError as error:
         raise from_os_error(error, path, len(content)) from error
-    return hash_parts([content])
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def write_all(file: FileIO, content: memoryview) -> None:

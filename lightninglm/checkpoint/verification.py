@@ -63,16 +63,13 @@ def check_files(folder: Path, manifest: dict, verify: str, progress: Progress | 
     damaged = {finding.file for finding in findings}
     sound = [name for name in manifest["files"] if str(folder / name) not in damaged]
     shards = [name for name in sound if name.endswith(".safetensors")]
-    hashed = sound if verify == "full" else [name for name in sound if name not in shards]
+    others = [name for name in sound if name not in shards]
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
-        sums = dict(zip(hashed, pool.map(lambda name: _file_sha256(folder / name, progress), hashed), strict=True))
-        changed = {name for name in hashed if sums[name] != manifest["files"][name]["sha256"]}
-        examined = pool.map(lambda name: _check_shard(folder / name, manifest["tensors"], name in changed), shards)
-        by_tensor = {name: found for name, found in zip(shards, examined, strict=True) if found}
-    for found in by_tensor.values():
-        findings.extend(found)
-    for name in sorted(changed - by_tensor.keys()):
-        findings.append(_changed(folder / name, "", sums[name], manifest["files"][name]["sha256"]))
+        for name, found in zip(others, pool.map(lambda name: _sha256(folder / name, progress), others), strict=True):
+            if found != (expected := manifest["files"][name]["sha256"]):
+                findings.append(_changed(folder / name, "", found, expected))
+        for found in pool.map(lambda name: _check_shard(folder / name, manifest, verify == "full", progress), shards):
+            findings.extend(found)
     if not findings:
         findings = _check_indexes(folder, manifest, shards)
     return findings
@@ -152,8 +149,9 @@ def _named(tensors: list[str]) -> str:
     return f" (lost: {', '.join(tensors[:_NAMED_TENSORS])}{more})"
 
 
-def _check_shard(path: Path, tensors: dict[str, dict], every: bool) -> list[Finding]:
+def _check_shard(path: Path, manifest: dict, every: bool, progress: Progress | None) -> list[Finding]:
     """The head against the manifest, and the hashes of the smallest tensors or of every tensor."""
+    tensors = manifest["tensors"]
     try:
         head, start = layout.decode_head(path)
     except CheckpointError as error:
@@ -166,14 +164,16 @@ def _check_shard(path: Path, tensors: dict[str, dict], every: bool) -> list[Find
         elif (entry["dtype"], entry["shape"]) != (stored["dtype"], stored["shape"]):
             found = f"{name} {entry['dtype']} {entry['shape']}"
             findings.append(Finding(str(path), found, f"{stored['dtype']} {stored['shape']}"))
-    if not findings:
-        with path.open("rb") as file:
-            by_size = sorted(head, key=lambda name: _span(head[name]))
-            for name in by_size if every else by_size[:_SAMPLED_TENSORS]:
-                file.seek(start + head[name]["data_offsets"][0])
-                sha256 = hashlib.sha256(file.read(_span(head[name]))).hexdigest()
-                if sha256 != tensors[name]["sha256"]:
-                    findings.append(_changed(path, f" in {name}", sha256, tensors[name]["sha256"]))
+    if findings:
+        return findings
+    by_size = sorted(head, key=lambda name: _span(head[name]))
+    ranges = [("its head", 0, start, manifest["files"][path.name]["head_sha256"])]
+    for name in by_size if every else by_size[:_SAMPLED_TENSORS]:
+        begin = start + head[name]["data_offsets"][0]
+        ranges.append((name, begin, _span(head[name]), tensors[name]["sha256"]))
+    for where, begin, length, expected in ranges:
+        if (found := _sha256(path, progress, begin, length)) != expected:
+            findings.append(_changed(path, f" in {where}", found, expected))
     return findings
 
 
@@ -197,11 +197,14 @@ def _span(entry: dict) -> int:
     return entry["data_offsets"][1] - entry["data_offsets"][0]
 
 
-def _file_sha256(path: Path, progress: Progress | None) -> str:
-    digest = hashlib.sha256()
+def _sha256(path: Path, progress: Progress | None, begin: int = 0, length: int | None = None) -> str:
+    """Of a file, or of `length` bytes of it."""
+    digest, left = hashlib.sha256(), path.stat().st_size if length is None else length
     with path.open("rb", buffering=0) as file:
-        while chunk := file.read(_CHUNK_BYTES):
+        file.seek(begin)
+        while chunk := file.read(min(_CHUNK_BYTES, left)):
             digest.update(chunk)
+            left -= len(chunk)
             if progress is not None:
                 progress(len(chunk))
     return digest.hexdigest()

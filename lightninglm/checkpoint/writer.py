@@ -1,6 +1,7 @@
 """Writes a checkpoint tensor by tensor: bounded memory, hashes computed beside the writing, committed in one rename."""
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -19,15 +20,16 @@ from lightninglm.checkpoint.shards import (
     HostMemory,
     Shard,
     fsync,
-    hash_parts,
     hash_tensors,
+    shard_entry,
     shard_parts,
     write_file,
     write_parts,
 )
 
 _SMALL_FILE_THREADS = 8
-_SHARD_THREADS = 4  # writing, two kinds of hashes, and the flush of the shard before
+_HASHING_THREADS = 2
+_SHARD_THREADS = _HASHING_THREADS + 2  # writing, and the flush of the shard before
 
 
 class CheckpointWriter:
@@ -199,7 +201,9 @@ class CheckpointWriter:
         for file, shard in self._full:
             self._wait()
             parts = shard_parts(shard.tensors)
-            jobs = (write_parts, self.temporary / file, parts), (hash_parts, parts), (hash_tensors, shard.tensors)
+            self._files[file] = shard_entry(parts)
+            shares = (_every(shard.tensors, _HASHING_THREADS, first) for first in range(_HASHING_THREADS))
+            jobs = (write_parts, self.temporary / file, parts), *((hash_tensors, share) for share in shares)
             self._in_flight = file, shard, [self._pool.submit(*job) for job in jobs]
         self._full.clear()
 
@@ -208,7 +212,8 @@ class CheckpointWriter:
         if self._in_flight is None:
             return
         (file, shard, jobs), self._in_flight = self._in_flight, None
-        _, self._files[file], sha256 = (job.result() for job in jobs)
+        _, *hashes = (job.result() for job in jobs)
+        sha256 = {name: value for share in hashes for name, value in share.items()}
         self._tensors[file] = {
             name: {"sha256": sha256[name], "dtype": layout.DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape)}
             for name, tensor in shard.tensors.items()
@@ -310,6 +315,10 @@ def all_finite(tensor: torch.Tensor) -> bool:
         return True
     low, high = torch.aminmax(tensor.detach())
     return bool(torch.isfinite(low) and torch.isfinite(high))
+
+
+def _every(tensors: dict[str, torch.Tensor], nth: int, first: int) -> dict[str, torch.Tensor]:
+    return dict(itertools.islice(tensors.items(), first, None, nth))
 
 
 def _merge(shards: list[tuple[dict, dict]]) -> tuple[dict[str, dict], dict[str, dict], dict[str, dict]]:
