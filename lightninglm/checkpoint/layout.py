@@ -9,7 +9,8 @@
       published-*.safetensors published.index.json published.json   in an imported checkpoint only: what the published
                                                               file holds and the model does not
       trainer_state.json
-      manifest.json                                           size and SHA-256 of every file and every tensor
+      manifest.json                                           size of every file; SHA-256 of every small file, of every
+                                                              shard's head and of every tensor; written last
 
 `.master` is present only for a parameter whose weight is not fp32: an fp32 weight is its own master copy.
 Experts are stacked in memory and one tensor each on disk: the expert's number is inserted after `.experts.`.
@@ -125,6 +126,17 @@ def encode_head(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+def read_head(path: Path) -> bytes:
+    """The bytes of a safetensors file before its tensors. Raises CheckpointError when the file ends inside them."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = int.from_bytes(prefix, "little")
+        if length > size - 8:
+            raise CheckpointError(f"{path}: its head claims {length:,} bytes, but the file has {size:,}")
+        return prefix + file.read(length)
+
+
 def decode_head(path: Path, whole: bool = True) -> tuple[dict[str, dict], int]:
     """
     Reads the head of a safetensors file.
@@ -135,14 +147,9 @@ def decode_head(path: Path, whole: bool = True) -> tuple[dict[str, dict], int]:
         Per tensor `{"dtype", "shape", "data_offsets"}`, and the position in the file at which offset 0 lies.
     Raises CheckpointError when the head is damaged or does not describe the whole file.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > size - 8:
-            raise CheckpointError(f"{path}: its head claims {length:,} bytes, but the file has {size:,}")
-        text = file.read(length)
+    size, raw = path.stat().st_size, read_head(path)
     try:
-        head = json.loads(text)
+        head = json.loads(raw[8:])
         head.pop("__metadata__", None)
         head = {name: {key: entry[key] for key in _HEAD_KEYS} for name, entry in head.items()}
         end = 0
@@ -150,8 +157,8 @@ def decode_head(path: Path, whole: bool = True) -> tuple[dict[str, dict], int]:
             if start != end or stop < start:
                 raise ValueError(f"its tensors do not follow each other: one starts at {start}, not at {end}")
             end = stop
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{path}: its head is not that of a safetensors file ({error!r})") from error
-    if whole and 8 + length + end != size:
-        raise CheckpointError(f"{path}: its head describes {8 + length + end:,} bytes, but the file has {size:,}")
-    return head, 8 + length
+    if whole and len(raw) + end != size:
+        raise CheckpointError(f"{path}: its head describes {len(raw) + end:,} bytes, but the file has {size:,}")
+    return head, len(raw)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lightninglm.checkpoint import layout
 from lightninglm.checkpoint.errors import CheckpointError
-from lightninglm.checkpoint.writer import manifest_sha256
+from lightninglm.checkpoint.writer import encode_manifest
 
 # A file of these kinds that the manifest does not list would change what some reader loads.
 _LOADED_SUFFIXES = (".safetensors", ".json", ".bin", ".pt", ".py", ".jinja")
@@ -39,7 +39,7 @@ def explain(folder: str | Path, verify: str = "full", progress: Progress | None 
 
     Args:
         verify: `"full"` hashes every byte. `"fast"` checks names, sizes and heads of all files, hashes the small files
-            and the two smallest tensors of each shard.
+            and the two smallest tensors of each shard (of those that have bytes).
         progress: called, from several threads, with the number of bytes that were hashed.
     """
     folder = Path(folder)
@@ -84,16 +84,19 @@ def read_manifest(folder: Path) -> dict:
         raise CheckpointError(
             f"{folder}: not a complete checkpoint, it has no {layout.MANIFEST} (the last file that a save writes)"
         )
+    content = path.read_bytes()
     try:
-        manifest = json.loads(path.read_bytes())
-    except ValueError as error:
+        manifest = json.loads(content)
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: damaged, not readable as JSON ({error})") from error
     if not isinstance(manifest, dict) or manifest.get("format") != layout.FORMAT:
         found = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
-        raise CheckpointError(f"{path}: format {found!r}, this version reads format {layout.FORMAT}")
-    found, expected = manifest_sha256(manifest), manifest.get("sha256")
-    if found != expected:
-        raise CheckpointError(f"{path}: edited or damaged, found SHA-256 {found}, expected {expected}")
+        raise CheckpointError(
+            f"{path}: format {found!r}, but this version reads format {layout.FORMAT} only, and nothing converts: "
+            "train or grow the checkpoint again, or use the version of lightninglm that wrote it"
+        )
+    if content != encode_manifest(manifest):
+        raise CheckpointError(f"{path}: edited or damaged, its content does not have the SHA-256 that it states")
     return manifest
 
 
@@ -151,11 +154,16 @@ def _named(tensors: list[str]) -> str:
 
 def _check_shard(path: Path, manifest: dict, every: bool, progress: Progress | None) -> list[Finding]:
     """The head against the manifest, and the hashes of the smallest tensors or of every tensor."""
-    tensors = manifest["tensors"]
+    tensors, expected = manifest["tensors"], manifest["files"][path.name]["head_sha256"]
     try:
+        raw = layout.read_head(path)
+        if (found := hashlib.sha256(raw).hexdigest()) != expected:
+            return [_changed(path, " in its head", found, expected)]
         head, start = layout.decode_head(path)
     except CheckpointError as error:
         return [Finding(str(path), str(error).removeprefix(f"{path}: "), "a sound safetensors head")]
+    if progress is not None:
+        progress(start)
     findings = []
     for name, entry in head.items():
         stored = tensors.get(name)
@@ -166,22 +174,23 @@ def _check_shard(path: Path, manifest: dict, every: bool, progress: Progress | N
             findings.append(Finding(str(path), found, f"{stored['dtype']} {stored['shape']}"))
     if findings:
         return findings
-    by_size = sorted(head, key=lambda name: _span(head[name]))
-    ranges = [("its head", 0, start, manifest["files"][path.name]["head_sha256"])]
-    for name in by_size if every else by_size[:_SAMPLED_TENSORS]:
-        begin = start + head[name]["data_offsets"][0]
-        ranges.append((name, begin, _span(head[name]), tensors[name]["sha256"]))
-    for where, begin, length, expected in ranges:
-        if (found := _sha256(path, progress, begin, length)) != expected:
-            findings.append(_changed(path, f" in {where}", found, expected))
+    spans = {name: entry["data_offsets"][1] - entry["data_offsets"][0] for name, entry in head.items()}
+    sample = sorted(filter(spans.get, spans), key=spans.get)[:_SAMPLED_TENSORS]
+    for name in head if every else sample:
+        found = _sha256(path, progress, start + head[name]["data_offsets"][0], spans[name])
+        if found != (expected := tensors[name]["sha256"]):
+            findings.append(_changed(path, f" in {name}", found, expected))
     return findings
 
 
 def _check_indexes(folder: Path, manifest: dict, shards: list[str]) -> list[Finding]:
     """Every tensor of the manifest lies in the one file that its index names."""
-    held = {name: shard for shard in shards for name in layout.decode_head(folder / shard)[0]}
-    findings = []
-    indexed = {}
+    findings, held, indexed = [], {}, {}
+    for shard in shards:
+        for name in layout.decode_head(folder / shard)[0]:
+            if name in held:
+                findings.append(Finding(f"{folder}: {name}", f"in {held[name]} and in {shard}", "in one shard"))
+            held[name] = shard
     for kind, index in layout.INDEX.items():
         if kind in layout.OPTIONAL_KINDS and index not in manifest["files"]:
             continue
@@ -191,10 +200,6 @@ def _check_indexes(folder: Path, manifest: dict, shards: list[str]) -> list[Find
         if name not in manifest["tensors"] or None in places.values() or len(set(places.values())) != 1:
             findings.append(Finding(f"{folder}: {name}", f"{places}", "the same shard in file and index"))
     return findings
-
-
-def _span(entry: dict) -> int:
-    return entry["data_offsets"][1] - entry["data_offsets"][0]
 
 
 def _sha256(path: Path, progress: Progress | None, begin: int = 0, length: int | None = None) -> str:

@@ -262,8 +262,7 @@ class CheckpointWriter:
         for name, content in last.items():
             files[name] = write_file(self.temporary / name, content)
         manifest = {"format": layout.FORMAT, "files": files, "tensors": tensors}
-        manifest["sha256"] = manifest_sha256(manifest)
-        write_file(self.temporary / layout.MANIFEST, _json(layout.MANIFEST, manifest, indent=None))
+        write_file(self.temporary / layout.MANIFEST, encode_manifest(manifest))
         refuse_existing(self.target)
         try:
             fsync(self.temporary)
@@ -273,10 +272,11 @@ class CheckpointWriter:
             raise from_os_error(error, self.target, 0) from error
 
 
-def manifest_sha256(manifest: dict) -> str:
-    """SHA-256 of a manifest without its own hash, so that an edit of the manifest itself is seen."""
+def encode_manifest(manifest: dict) -> bytes:
+    """The content of manifest.json: the manifest with a hash of itself, so that no byte of it can change unseen."""
     content = {key: value for key, value in manifest.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    sha256 = hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return _json(layout.MANIFEST, content | {"sha256": sha256}, indent=None)
 
 
 def require_space(folder: str | Path, needed: int) -> None:

@@ -149,12 +149,10 @@ class ExpertParallelDispatcher(TokenDispatcher):
         num_experts: experts of the layer, on all ranks.
         group: process group of P ranks.
         device: where the tokens are.
-        null_picks: whether the router has null slots; if so their number is a second read by the host.
     """
 
-    def __init__(self, num_experts: int, group: dist.ProcessGroup, device: torch.device, null_picks: bool = True):
+    def __init__(self, num_experts: int, group: dist.ProcessGroup, device: torch.device):
         self.num_experts = num_experts
-        self.null_picks = null_picks
         self.group = group
         self.ep_size = dist.get_world_size(group)
         shares = expert_shares(num_experts, self.ep_size)
@@ -164,7 +162,7 @@ class ExpertParallelDispatcher(TokenDispatcher):
         self._local_slot = torch.arange(self.num_slots, device=device).repeat(self.ep_size)
 
     def dispatch(self, x_TH, experts_TK):
-        picks = sort_picks(experts_TK, self.num_experts, self.null_picks)
+        picks = sort_picks(experts_TK, self.num_experts, null_picks=False)
         send_PE = picks.counts.new_zeros(self.ep_size * self.num_slots)
         send_PE[self._slot_of_expert] = picks.counts
         receive_PE = torch.empty_like(send_PE)
@@ -175,6 +173,7 @@ class ExpertParallelDispatcher(TokenDispatcher):
         send_sizes, receive_sizes, tokens_per_expert = sizes.split((self.ep_size, self.ep_size, self.num_slots))
 
         outward = RowExchange(self.group, send_sizes.tolist(), receive_sizes.tolist())
+        picks = picks.without_null(sum(outward.send_sizes))
         ticket = outward.start(gather_tokens(x_TH, picks))
         slot_R = self._local_slot.repeat_interleave(receive_PE, output_size=sum(outward.receive_sizes))
         order = slot_R.argsort(stable=True)
@@ -246,7 +245,7 @@ def apply_expert_parallel(model: nn.Module, ep_size: int) -> None:
         shares = expert_shares(num_experts, ep_size)
         start, count = shares[dist.get_rank(group)]
         shard_experts(block.experts, start, count, padded=shares[0][1])
-        block.dispatcher = ExpertParallelDispatcher(num_experts, group, device, block.dispatcher.null_picks)
+        block.dispatcher = ExpertParallelDispatcher(num_experts, group, device)
         block.expert_parallel = ExpertParallelMarker(num_experts, ep_size, shares[0][1])
 
 

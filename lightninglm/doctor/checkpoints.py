@@ -6,6 +6,7 @@ from pathlib import Path
 from lightninglm.checkpoint import (
     CheckpointError,
     CheckpointReader,
+    Finding,
     base_hashes,
     check_bases,
     explain,
@@ -33,7 +34,7 @@ def check_checkpoints(path: str | Path, verify: str = "fast", progress: Progress
     """
     path = Path(path)
     if _is_checkpoint(path):
-        return [_check_one(path, verify, progress)]
+        return [_describe(path, explain(path, verify, progress))]
     return [check for stage in _stages(path) for check in _check_stage(stage, verify, progress)]
 
 
@@ -43,9 +44,7 @@ def bytes_to_check(path: str | Path) -> int:
     if _is_checkpoint(path):
         folders = [path]
     else:
-        folders = [
-            folder for stage in _stages(path) for folder in _attempts(stage) if parse_step(folder.name) is not None
-        ]
+        folders = [folder for stage in _stages(path) for folder in _step_folders(stage)]
     return sum(
         file.stat().st_size
         for folder in folders
@@ -77,8 +76,16 @@ def _attempts(folder: Path) -> list[Path]:
     ]
 
 
+def _step_folders(stage: Path) -> list[Path]:
+    return sorted((path for path in _attempts(stage) if parse_step(path.name) is not None), key=_step, reverse=True)
+
+
+def _step(checkpoint: Path) -> int:
+    return parse_step(checkpoint.name)
+
+
 def _check_stage(stage: Path, verify: str, progress: Progress | None) -> list[Check]:
-    checks, sound = [], []
+    checks, whole, sound = [], [], []
     for path in _attempts(stage):
         if path.name.startswith(GROWN_PREFIX):
             found = "a step of a growth that was interrupted"
@@ -90,15 +97,23 @@ def _check_stage(stage: Path, verify: str, progress: Progress | None) -> list[Ch
             found = "set aside by a resume that could not use it"
             checks.append(Check(str(path), "warning", found, "delete it when you do not want to look into it"))
         else:
-            check = _check_one(path, verify, progress)
+            findings = explain(path, verify, progress)
+            check = _describe(path, findings)
             checks.append(check)
+            whole += [] if findings else [path]
             sound += [path] if check.state == "ok" else []
-    return [*checks, _check_resume(stage, sound)]
+    return [*checks, _check_resume(stage, verify, whole, sound)]
 
 
-def _check_resume(stage: Path, sound: list[Path]) -> Check:
-    """What the next start of a stage does, which looks at its checkpoints in fast mode."""
+def _check_resume(stage: Path, verify: str, whole: list[Path], sound: list[Path]) -> Check:
+    """What the next start of a stage does, which looks at its checkpoints as `checkpoint.verify` of its recipe says."""
     newest, skipped = newest_checkpoint(stage)
+    start_verifies = "full" if newest is None else _start_verifies(newest)
+    if verify == start_verifies == "full":  # it sees what was seen here
+        newest = max(whole, key=_step, default=None)
+        skipped = [path for path in _step_folders(stage) if newest is None or _step(path) > _step(newest)]
+    else:
+        skipped = [one.folder for one in skipped]
     if newest is None and skipped:
         advice = "a stage never starts from scratch by itself: restore one of them, or remove the folder"
         return Check(str(stage), "problem", "no checkpoint that a resume could take", advice)
@@ -108,15 +123,23 @@ def _check_resume(stage: Path, sound: list[Path]) -> Check:
         advice = f"mv {newest} {newest.with_name('damaged-' + newest.name)}, so that the one before is taken"
         return Check(str(stage), "problem", f"a resume takes {newest.name}, which has a problem", advice)
     state = CheckpointReader(newest, verify=None).trainer_state
-    after = "the stage has finished" if state.get("finished") else f"goes on after step {state.get('step')}"
-    passed = (
-        f"; it skips {', '.join(one.folder.name for one in skipped)} and sets aside what is damaged" if skipped else ""
-    )
-    return Check(str(stage), "ok", f"a resume takes {newest.name}: {after}{passed}")
+    found = f"a resume takes {newest.name}"
+    if verify == "fast" and start_verifies == "full":
+        found += " if every byte of it is sound, which it checks first (checkpoint.verify: full) and --full does here"
+    found += ": the stage has finished" if state.get("finished") else f": goes on after step {state.get('step')}"
+    if skipped:
+        found += f"; it skips {', '.join(path.name for path in skipped)} and sets aside what is damaged"
+    return Check(str(stage), "ok", found)
 
 
-def _check_one(folder: Path, verify: str, progress: Progress | None) -> Check:
-    findings = [str(finding).replace(f"{folder}/", "", 1) for finding in explain(folder, verify, progress)]
+def _start_verifies(checkpoint: Path) -> str:
+    """`checkpoint.verify` of the recipe that a checkpoint was made with; a grown one was made with none."""
+    recipe = CheckpointReader(checkpoint, verify=None).trainer_state.get("recipe", {})
+    return recipe.get("checkpoint", {}).get("verify", "full")
+
+
+def _describe(folder: Path, found: list[Finding]) -> Check:
+    findings = [str(finding).replace(f"{folder}/", "", 1) for finding in found]
     if not findings:
         reader = CheckpointReader(folder, verify=None)
         bases = base_hashes({name: info.sha256 for name, info in reader.weights.items()})

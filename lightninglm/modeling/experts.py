@@ -81,7 +81,10 @@ class GroupedMatmul:
     """The same products by `torch.nn.functional.grouped_mm`, one kernel for all experts, no host synchronization."""
 
     def __init__(self, counts: torch.Tensor, device: torch.device):
-        self.ends = counts.to(device).cumsum(0).to(torch.int32)
+        ends = counts.cumsum(0).to(torch.int32)
+        if ends.device != device:  # counts on the host: a copy from memory that is not pinned would wait for the stream
+            ends = ends.pin_memory().to(device, non_blocking=True)
+        self.ends = ends
 
     def rows_by_weight(self, x_RI: torch.Tensor, weight_EIO: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(F.grouped_mm(x_RI, weight_EIO, offs=self.ends))

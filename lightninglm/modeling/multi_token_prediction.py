@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from .configuration_lightninglm import INDEXED_ATTENTION, LightningLMConfig
 from .decoder_layer import DecoderLayer
 from .layer_context import LayerContext
-from .reversible import checkpointed_layer, reversible_stack
+from .reversible import ReversibilityReport, checkpointed_layer, reversible_stack
 
 MIDPOINT_STEPS, MIDPOINT_BLENDS = [0.125, 0.25], [1.0, 0.5]  # the published two-block stack
 
@@ -41,6 +41,9 @@ class MultiTokenPrediction(nn.Module):
 
     Args:
         config: reads hidden_size, num_streams, num_hidden_layers, mtp_*, and what a decoder layer reads.
+
+    Attributes:
+        reversibility: the `ReversibilityReport` of the midpoint stack.
     """
 
     def __init__(self, config: LightningLMConfig):
@@ -48,6 +51,7 @@ class MultiTokenPrediction(nn.Module):
         self.config = config
         self.fusion_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         self.layer = DecoderLayer(second_token_config(config), config.num_hidden_layers, INDEXED_ATTENTION)
+        self.reversibility = ReversibilityReport()
 
     def forward(
         self, hidden_BTH: torch.Tensor, embeds_BTH: torch.Tensor, ctx: LayerContext
@@ -74,6 +78,7 @@ class MultiTokenPrediction(nn.Module):
                 MIDPOINT_BLENDS,
                 frac_bits=self.config.frac_bits,
                 backend=self.config.stack_backend,
+                report=self.reversibility,
             )
         else:
             streams, aux = checkpointed_layer(self.layer, streams, ctx)

@@ -45,8 +45,9 @@ class ReversibilityReport:
 
     Attributes:
         check_every_layer: set it to True to checksum every state, not only the first: a failed check names the layer.
-        defer_range_errors: in a training pass, note a state out of range in `range_errors` instead of raising, which on
-            one rank would leave the others waiting. The gradients are wrong then; the caller must drop them.
+        defer_range_errors: note a state out of range in `range_errors` instead of raising, which on one rank would
+            leave the others waiting. The gradients are wrong then, and the caller must drop them; without grad, the
+            output is NaN.
         passes_verified: backward passes whose rebuilt first state equalled the forward's, since the report was made.
         largest_state: upper bound on |p| over all states of the last pass that was checked.
         mean_rms, difference_rms: rms of the mean over the streams, and of the streams minus that mean, at the output of
@@ -300,7 +301,7 @@ def _check_range(stack: _Stack, extremes: list[torch.Tensor]) -> None:
 
 
 def _in_range(stack: _Stack, extremes: list[torch.Tensor]) -> bool:
-    """`_check_range` of a training pass: False when the error was left to the caller."""
+    """`_check_range`; False when the error was left to the caller."""
     try:
         _check_range(stack, extremes)
     except ReversibilityError as error:
@@ -425,8 +426,9 @@ def reversible_stack(
     streams = streams.float()
     if not torch.is_grad_enabled():
         left, aux = _forward(stack, streams, keep=False)
-        _check_range(stack, left.extremes)
         out = stack.read_out(left)
+        if not _in_range(stack, left.extremes):
+            out.fill_(math.nan)
     elif backend == "reversible":
         out, aux = _ReversibleFunction.apply(streams.new_zeros((), requires_grad=True), streams, stack)
     else:

@@ -28,6 +28,13 @@ class SortedPicks(NamedTuple):
     is_null: torch.Tensor | None
     counts: torch.Tensor
 
+    def without_null(self, num_rows: int) -> "SortedPicks":
+        """The first `num_rows` rows, those of real picks: null picks are sorted last."""
+        if num_rows == self.order.numel():
+            return self
+        is_null = self.rows >= num_rows
+        return self._replace(order=self.order[:num_rows], rows=self.rows.masked_fill(is_null, 0), is_null=is_null)
+
 
 def sort_picks(experts_TK: torch.Tensor, num_experts: int, null_picks: bool = True) -> SortedPicks:
     """
@@ -36,7 +43,7 @@ def sort_picks(experts_TK: torch.Tensor, num_experts: int, null_picks: bool = Tr
     Args:
         experts_TK: [T, K] int64, expert numbers below num_experts; -1 for a null pick.
         num_experts: E.
-        null_picks: whether there may be null picks; their number decides a shape and is read by the host.
+        null_picks: whether null picks are taken off here; for that the host reads how many there are.
     """
     picks = experts_TK.flatten()
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=picks.device)
@@ -45,12 +52,8 @@ def sort_picks(experts_TK: torch.Tensor, num_experts: int, null_picks: bool = Tr
     order = keys.argsort(stable=True)
     rows = torch.empty_like(order)
     rows[order] = torch.arange(order.numel(), device=order.device)
-    rows, is_null = rows.view_as(experts_TK), None
-    if null_picks and (num_null := int(counts[num_experts])):
-        is_null = experts_TK < 0
-        rows = rows.masked_fill(is_null, 0)
-        order = order[: order.numel() - num_null]
-    return SortedPicks(order, rows, is_null, counts[:num_experts])
+    sorted_picks = SortedPicks(order, rows.view_as(experts_TK), None, counts[:num_experts])
+    return sorted_picks.without_null(int(sorted_picks.counts.sum())) if null_picks else sorted_picks
 
 
 class _GatherTokens(torch.autograd.Function):

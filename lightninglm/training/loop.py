@@ -81,7 +81,10 @@ class Trainer:
         self.knobs_file = knobs_file
         self.knobs = Knobs.model_validate(state.setdefault("knobs", {}))
         apply_knobs(engine, self.knobs, recipe.optimizer.clip)
-        self.model.model.reversibility.defer_range_errors = True
+        modules = self.model.named_modules()
+        self._stacks = {name: module.reversibility for name, module in modules if hasattr(module, "reversibility")}
+        for report in self._stacks.values():
+            report.defer_range_errors = True
         self._new_knobs: Knobs | None = None  # read on rank 0, not yet known to the others
         self._turned: dict[str, list[Any]] = {}
         self._skipped_in_row = 0
@@ -108,7 +111,8 @@ class Trainer:
                 values["merged_adapters"] = self._merge_adapters()
             every = self.knobs.evaluate_every or recipe.evaluate.every
             if (last or state["step"] % every == 0) and not self._weights_broken:
-                values["heldout"] = state["heldout"] = self._evaluate()
+                values["heldout"] = losses = self._evaluate()
+                state["heldout"] = {name: loss if math.isfinite(loss) else None for name, loss in losses.items()}
             state["finished"] = last
             if self.logger:
                 try:
@@ -193,8 +197,8 @@ class Trainer:
 
         # [next-token, second-token, aux, total, stop, knobs, saved, layer errors]: over micro-batches, then over ranks
         sums = torch.zeros(8, dtype=torch.float64, device=self.engine.device)
-        layer_errors = self.model.model.reversibility.range_errors
-        layer_errors.clear()
+        for report in self._stacks.values():
+            report.range_errors.clear()
         micro_steps = micro_batches(
             0, train.global_batch, train.micro_batch, self.rank, self.world_size, base=state["data"]["position"]
         )
@@ -216,6 +220,7 @@ class Trainer:
                     sums[i] += part.detach().double()
             if micro_step < len(batches):
                 self.engine.step()  # between micro-batches it only counts
+        layer_errors = [f"{name}: {error}" for name, report in self._stacks.items() for error in report.range_errors]
         sums[4:] = torch.tensor([*self._own_flags(), len(layer_errors)])
         dist.all_reduce(sums)
         next_token, second_token, aux, loss, *flags, wrong_layers = sums.tolist()

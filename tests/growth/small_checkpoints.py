@@ -9,7 +9,7 @@ import torch
 from lightninglm.checkpoint import CheckpointReader, CheckpointWriter
 from lightninglm.checkpoint.layout import decode_head
 from lightninglm.checkpoint.model_tensors import model_tensors
-from lightninglm.checkpoint.writer import manifest_sha256
+from lightninglm.checkpoint.writer import encode_manifest
 from lightninglm.modeling.byte_embedding import byte_alphabet, token_bytes, tokens_sha256
 from lightninglm.modeling.configuration_lightninglm import LightningLMConfig
 from lightninglm.modeling.modeling_lightninglm import LightningLMForCausalLM
@@ -177,5 +177,4 @@ def plant_nan(folder, name):
     (folder / file).write_bytes(data)
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["tensors"][name]["sha256"] = hashlib.sha256(data[low:high]).hexdigest()
-    manifest["sha256"] = manifest_sha256(manifest)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.json").write_bytes(encode_manifest(manifest))

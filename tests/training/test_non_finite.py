@@ -62,7 +62,18 @@ def nan_gradient(name):
 
 def nan_output(model, now):
     """The output of the mixer of layer 2: the stack notices it before the loss does."""
-    mixer = model.model.layers[2].mixer
+    nan_from(model.model.layers[2].mixer, now)
+
+
+def nan_second_token(model, now):
+    nan_from(model.mtp.layer.mixer, now)
+
+
+def nan_in_evaluation(model, now):
+    nan_from(model.model.layers[2].mixer, lambda: not model.training)
+
+
+def nan_from(mixer, now):
     mixer.register_forward_hook(lambda module, args, out: (out[0] * torch.nan, out[1]) if now() else None)
 
 
@@ -106,7 +117,28 @@ def test_a_nan_gradient_on_one_rank_skips_the_step_on_all(prepared, tmp_path, ze
 def test_a_layer_whose_output_is_not_finite_skips_the_step_and_is_named(prepared, tmp_path):
     ranks, rows = train(prepared, tmp_path / "run", {3}, plant=nan_output)
     assert_one_step_skipped(ranks, rows, 3)
-    assert "the state after layer 2 is not finite" in rows[2]["skipped"] and "on rank 1" in rows[2]["skipped"]
+    assert "model: the state after layer 2 is not finite" in rows[2]["skipped"] and "on rank 1" in rows[2]["skipped"]
+
+
+@pytest.mark.parametrize("backend", ["reversible", "stored"])
+def test_so_does_the_midpoint_stack_of_the_second_token_layer(prepared, tmp_path, backend):
+    options = ["model.mtp_stack=midpoint", f"model.stack_backend={backend}"]
+    ranks, rows = train(prepared, tmp_path / "run", {3}, plant=nan_second_token, overrides=options)
+    assert_one_step_skipped(ranks, rows, 3)
+    assert "mtp: the state after layer 0 is not finite" in rows[2]["skipped"] and "on rank 1" in rows[2]["skipped"]
+
+
+def test_an_evaluation_that_is_not_finite_on_one_rank_is_logged_and_training_goes_on(prepared, tmp_path, capfd):
+    ranks, rows = train(
+        prepared, tmp_path / "run", set(), plant=nan_in_evaluation, overrides=["evaluate.every=2", "checkpoint.every=2"]
+    )
+    assert [code for code, _ in ranks] == [0, 0]
+    lost = {"prose": None, "verse": None}
+    assert [row.get("heldout") for row in rows] == [None, lost, None, lost]
+    assert "step 4: held-out loss  prose nan  verse nan" in capfd.readouterr().out
+    folder, skipped = newest_checkpoint(tmp_path / "run/small")
+    assert folder.name == "step-00000004" and not skipped
+    assert CheckpointReader(folder).trainer_state["heldout"] == lost
 
 
 @pytest.mark.parametrize(("limit", "steps"), [(1, {2}), (2, {1, 2})])
