@@ -6,7 +6,7 @@ Signal-to-noise ratio and bytes per weight of the quantizers, on Gaussian weight
 Every matrix goes the way that `quantize_expert` takes it: rotated, quantized and dequantized. Bytes are those of the
 codes and scales read back from a safetensors file, over the number of weights. Gaussian: 4 matrices of
 1024 x 1024. Of a checkpoint: all routed experts, which must not be quantized yet. "lowest" and "median" are over
-matrices. float16 scales cost 2 / group_size bytes per weight, so that the promised bytes need groups of 64 or more.
+matrices. Scales cost 2 / group_size bytes per weight, so that the promised bytes need groups of 64 or more.
 """
 
 import argparse

@@ -159,7 +159,7 @@ def child(parent: LightningLMForCausalLM, way: Way, text: Text, seed: int) -> Li
     quantization = None
     if way.kind is not None:
         quantization = {
-            "kind": way.kind, "group_size": 32, "rank": way.rank, "scale_dtype": "float32",
+            "kind": way.kind, "group_size": 32, "rank": way.rank,
             "seed": seed + (OTHER_SEED if way.other_seed else 0),
         }  # fmt: skip
     config = LightningLMConfig.from_dict({**parent.config.to_dict(), "expert_quantization": quantization})

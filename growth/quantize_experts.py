@@ -27,7 +27,6 @@ class QuantizeExpertsOptions(OperatorOptions):
     kind: int8 or int4 codes with a scale per group, or the published codebook (docs/model.md, quantized experts).
     rank: of the adapters. group_size: weights that share a scale.
     quantization_seed: of the random rotation and of the adapters; by default the growth's seed.
-    scale_dtype: float16, or float32 for weights whose scales float16 cannot hold.
     residual_init: start the adapters at the quantization error's best rank-r approximation instead of at zero.
     """
 
@@ -35,7 +34,6 @@ class QuantizeExpertsOptions(OperatorOptions):
     rank: Annotated[int, Field(ge=1)] = 16
     group_size: Annotated[int, Field(ge=2)] = 128
     quantization_seed: int | None = None
-    scale_dtype: Literal["float16", "float32"] = "float16"
     residual_init: bool = False
 
     @property
@@ -55,8 +53,6 @@ def plan(source: Source, options: QuantizeExpertsOptions, seed: int) -> Plan:
         "rank": options.rank,
         "seed": seed if options.quantization_seed is None else options.quantization_seed,
     }
-    if options.scale_dtype != "float16":
-        quantization["scale_dtype"] = options.scale_dtype
     config = target_config(source, expert_quantization=quantization)
     quantizer = _Quantizer(config, options.residual_init)
 

@@ -44,8 +44,7 @@ class LightningLMConfig(PreTrainedConfig):
         groups_per_token (k_g) and members_per_group (k_m), and K = k_g * k_m.
         router_scoring `"sigmoid"` or `"softmax"`; balance `"sign"`, `"banded"`, `"aux"` or `"none"`, balance_speed
             (gamma), balance_band (lo, hi) as multiples of the uniform load, balance_gain (kappa).
-        expert_quantization: None, or a dict with kind (`"int8"`, `"int4"`, `"codebook"`), group_size, rank, seed and,
-            for scales outside of float16, scale_dtype (`"float16"`, the default, or `"float32"`).
+        expert_quantization: None, or a dict with kind (`"int8"`, `"int4"`, `"codebook"`), group_size, rank and seed.
     Second-token prediction (num_nextn_predict_layers = 1):
         mtp_loss_weight, mtp_aux (its auxiliary loss counts, too), mtp_stack `"sequential"` or `"midpoint"`,
         mtp_num_experts and mtp_num_experts_per_tok (its flat router; by default the groups of a grouped model, else as
@@ -348,14 +347,10 @@ class LightningLMConfig(PreTrainedConfig):
             raise ValueError("config.experts_backend = 'triton': needs expert_quantization of kind 'int8' or 'int4'")
         if self.expert_quantization is not None:
             given, needed = set(self.expert_quantization), {"kind", "group_size", "rank", "seed"}
-            if not needed <= given <= needed | {"scale_dtype"}:
-                raise ValueError(
-                    f"config.expert_quantization has keys {sorted(given)}: needs {sorted(needed)}, may have scale_dtype"
-                )
+            if given != needed:
+                raise ValueError(f"config.expert_quantization has keys {sorted(given)}: needs {sorted(needed)}")
             kind, group, rank = (self.expert_quantization[k] for k in ("kind", "group_size", "rank"))
             _one_of("expert_quantization.kind", kind, ("int8", "int4", "codebook"))
-            scale_dtype = self.expert_quantization.get("scale_dtype", "float16")
-            _one_of("expert_quantization.scale_dtype", scale_dtype, ("float16", "float32"))
             narrow = min(self.hidden_size, self.moe_intermediate_size)
             if kind != "codebook" and (self.hidden_size % group or self.moe_intermediate_size % group):
                 raise ValueError(

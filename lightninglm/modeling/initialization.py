@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from .configuration_lightninglm import LightningLMConfig
-from .quantized_experts import scale_dtype, shared_tensors, weight_formats
+from .quantized_experts import shared_tensors, weight_formats
 from .rotary import rotary_frequencies
 
 SMALLEST_DECAY_RATE = 1e-4  # lower end of exp(A_log)
@@ -132,7 +132,7 @@ def _quantized(matrix: str, part: str, shape: tuple[int, ...], config: Lightning
     size = (hidden, width) if projection == "down_proj" else (width, hidden)
     weight = _normal(generator_for(f"{matrix}.weight", seed), size, config.initializer_range)
     shared = shared_tensors(config, _layer_idx(stem, config))
-    codes, scales = weight_formats(config, shared)[projection].encode(weight, scale_dtype(config))
+    codes, scales = weight_formats(config, shared)[projection].encode(weight)
     return (codes if part == "codes" else scales).reshape(shape)
 
 

@@ -53,9 +53,9 @@ class WeightFormat(NamedTuple):
         """x R^T in fp32 for rows x [.., in]."""
         return rotate(x, self.signs, self.block)
 
-    def encode(self, weight: torch.Tensor, scale_dtype: torch.dtype | None = None) -> Quantized:
+    def encode(self, weight: torch.Tensor) -> Quantized:
         """Quantizes a dense weight [.., out, in]."""
-        return self.quantizer.quantize(self.rotate(weight), scale_dtype)
+        return self.quantizer.quantize(self.rotate(weight))
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """The dense weight [.., out, in] in fp32, in the original space."""
@@ -107,13 +107,6 @@ def weight_formats(config: LightningLMConfig, shared: Mapping[str, torch.Tensor]
     return formats
 
 
-def scale_dtype(config: LightningLMConfig) -> torch.dtype:
-    """The dtype in which the scales of a model are stored."""
-    if config.expert_quantization["kind"] == "codebook":
-        return torch.float32
-    return getattr(torch, config.expert_quantization.get("scale_dtype", "float16"))
-
-
 def quantize_expert(
     weights: Mapping[str, torch.Tensor],
     shared: Mapping[str, torch.Tensor],
@@ -135,14 +128,14 @@ def quantize_expert(
         (the expert's tensors, e.g. "gate_proj.codes", "gate_proj.scales", "gate_proj.A", "gate_proj.B";
         the signal-to-noise ratio of each projection's base in dB).
     Raises:
-        ValueError: non-finite weights, or scales that float16 cannot hold; names layer, expert and projection.
+        ValueError: non-finite weights; names layer, expert and projection.
     """
     rank, seed = config.expert_quantization["rank"], config.expert_quantization["seed"]
     formats = weight_formats(config, shared)
     tensors, snr = {}, {}
     for name, weight in weights.items():
         try:
-            codes, scales = formats[name].encode(weight, scale_dtype(config))
+            codes, scales = formats[name].encode(weight)
         except ValueError as error:
             raise ValueError(f"layer {layer_idx}, expert {expert}, {name}: {error}") from error
         base = formats[name].decode(codes, scales)
@@ -304,12 +297,12 @@ class StackedQuantizedLinear(nn.Module):
     Fresh ones are zero but for B; `quantize_experts`, a growth step or a checkpoint fills them.
     """
 
-    def __init__(self, num_experts: int, in_features: int, out_features: int, rank: int, quantizer, dtype: torch.dtype):
+    def __init__(self, num_experts: int, in_features: int, out_features: int, rank: int, quantizer):
         super().__init__()
         code_shape = (num_experts, *quantizer.code_shape(out_features, in_features))
         scale_shape = (num_experts, *quantizer.scale_shape(out_features, in_features))
         self.register_buffer("codes", torch.zeros(code_shape, dtype=quantizer.code_dtype))
-        self.register_buffer("scales", torch.zeros(scale_shape, dtype=dtype))
+        self.register_buffer("scales", torch.zeros(scale_shape, dtype=quantizer.scale_dtype))
         self.A = nn.Parameter(torch.zeros(num_experts, out_features, rank))
         self.B = nn.Parameter(torch.empty(num_experts, rank, in_features))
         nn.init.normal_(self.B, std=1 / math.sqrt(in_features))
@@ -348,8 +341,7 @@ class QuantizedExperts(nn.Module):
         sizes = {"gate_proj": (hidden, width), "up_proj": (hidden, width), "down_proj": (width, hidden)}
         rank = config.expert_quantization["rank"]
         for name, weight_format in weight_formats(config, shared).items():
-            quantizer = weight_format.quantizer
-            stack = StackedQuantizedLinear(self.num_local_experts, *sizes[name], rank, quantizer, scale_dtype(config))
+            stack = StackedQuantizedLinear(self.num_local_experts, *sizes[name], rank, weight_format.quantizer)
             self.add_module(name, stack)
 
     def shared(self) -> dict[str, torch.Tensor]:

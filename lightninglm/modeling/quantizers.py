@@ -2,7 +2,8 @@
 Quantizers of weight matrices: int8, packed 4-bit, the published codebooks, and the rotation that precedes them.
 
 A weight W [.., out, in] is rotated along its input dimension, W_rot = W R^T with R = H diag(s) / sqrt(in) (H Hadamard,
-s random signs), which makes its entries close to Gaussian; W_rot is then stored as codes and scales.
+s random signs), which makes its entries close to Gaussian; W_rot is then stored as codes and scales. Scales are rounded
+to bf16 first and codes chosen for them as rounded: it costs nothing that shows, and weights of any size have a scale.
 """
 
 import functools
@@ -15,8 +16,6 @@ import torch
 LLOYD_MAX_HALF = (0.128395, 0.388048, 0.656759, 0.942340, 1.256231, 1.618046, 2.069017, 2.732590)
 LLOYD_MAX_LEVELS = tuple(-level for level in reversed(LLOYD_MAX_HALF)) + LLOYD_MAX_HALF
 """The 16 levels that minimize the squared error on N(0, 1) (Lloyd, 1982; Max, 1960); code 0 is the most negative."""
-
-FP16_SCALE_RANGE = (2.0**-14, 65504.0)  # normal fp16 numbers
 
 
 class Quantized(NamedTuple):
@@ -96,25 +95,6 @@ def snr_db(reference: torch.Tensor, approximation: torch.Tensor) -> float:
     return 10 * math.log10(signal / noise) if signal else -math.inf
 
 
-def smallest_scale_dtype(scales: torch.Tensor) -> torch.dtype:
-    """float16 when every non-zero scale is a normal fp16 number, else float32."""
-    used = scales[scales != 0]
-    low, high = FP16_SCALE_RANGE
-    return torch.float16 if bool(((used >= low) & (used <= high)).all()) else torch.float32
-
-
-def _stored_scales(scales: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Rounds scales to the dtype they are stored in, by default the smallest that holds them."""
-    smallest = smallest_scale_dtype(scales)
-    if dtype == torch.float16 and smallest != torch.float16:
-        used = scales[scales != 0]
-        raise ValueError(
-            f"scales from {used.min().item():.3g} to {used.max().item():.3g} do not fit float16 "
-            f"({FP16_SCALE_RANGE[0]:.3g} to {FP16_SCALE_RANGE[1]:.5g}): store them as float32"
-        )
-    return scales.to(dtype or smallest)
-
-
 def _checked(weight: torch.Tensor) -> torch.Tensor:
     if not torch.isfinite(weight).all():
         raise ValueError("the weight has non-finite entries")
@@ -129,7 +109,7 @@ class Int8Quantizer:
         group_size: entries per scale (G); must divide the input dimension.
     """
 
-    code_dtype = torch.int8
+    code_dtype, scale_dtype = torch.int8, torch.bfloat16
 
     def __init__(self, group_size: int):
         self.group_size = group_size
@@ -140,17 +120,15 @@ class Int8Quantizer:
     def scale_shape(self, rows: int, columns: int) -> tuple[int, ...]:
         return rows, columns // self.group_size
 
-    def quantize(self, weight: torch.Tensor, scale_dtype: torch.dtype | None = None) -> Quantized:
+    def quantize(self, weight: torch.Tensor) -> Quantized:
         """
-        Quantizes [.., out, in]; the codes are those of the scales as stored.
+        Quantizes [.., out, in].
 
-        Args:
-            scale_dtype: float16, float32, or None for the smallest that holds the scales of this weight.
         Raises:
-            ValueError: non-finite weights, or scales outside of float16 when it is demanded.
+            ValueError: non-finite weights.
         """
         groups = _checked(weight).unflatten(-1, (-1, self.group_size))
-        scales = _stored_scales(groups.abs().amax(-1) / 127, scale_dtype)
+        scales = (groups.abs().amax(-1) / 127).to(self.scale_dtype)
         step = scales.float()[..., None]
         codes = torch.where(step > 0, groups / step, 0.0).round_().clamp_(-127, 127)
         return Quantized(codes.flatten(-2).to(torch.int8), scales)
@@ -171,7 +149,7 @@ class Int4Quantizer:
         group_size: entries per scale (G); must divide the input dimension and be even.
     """
 
-    code_dtype = torch.uint8
+    code_dtype, scale_dtype = torch.uint8, torch.bfloat16
 
     def __init__(self, group_size: int):
         if group_size % 2:
@@ -184,14 +162,13 @@ class Int4Quantizer:
     def scale_shape(self, rows: int, columns: int) -> tuple[int, ...]:
         return rows, columns // self.group_size
 
-    def quantize(self, weight: torch.Tensor, scale_dtype: torch.dtype | None = None) -> Quantized:
+    def quantize(self, weight: torch.Tensor) -> Quantized:
         """As `Int8Quantizer.quantize`."""
         groups = _checked(weight).unflatten(-1, (-1, self.group_size))
         levels = torch.tensor(LLOYD_MAX_LEVELS, device=weight.device)
         rms = groups.square().mean(-1, keepdim=True).sqrt()
         fitted = levels[self._nearest(groups, rms, levels)]
-        scales = (groups * fitted).sum(-1) / fitted.square().sum(-1)
-        scales = _stored_scales(scales, scale_dtype)
+        scales = ((groups * fitted).sum(-1) / fitted.square().sum(-1)).to(self.scale_dtype)
         codes = self._nearest(groups, scales.float()[..., None], levels).flatten(-2).to(torch.uint8)
         return Quantized(codes[..., 0::2] | codes[..., 1::2] << 4, scales)
 
@@ -218,7 +195,7 @@ class CodebookQuantizer:
         levels: fp32 [256], ascending.
     """
 
-    code_dtype = torch.uint8
+    code_dtype, scale_dtype = torch.uint8, torch.float32
 
     def __init__(self, levels: torch.Tensor):
         self.levels = levels
@@ -229,7 +206,7 @@ class CodebookQuantizer:
     def scale_shape(self, rows: int, columns: int) -> tuple[int, ...]:
         return (rows,)
 
-    def quantize(self, weight: torch.Tensor, scale_dtype: torch.dtype | None = None) -> Quantized:
+    def quantize(self, weight: torch.Tensor) -> Quantized:
         """As `Int8Quantizer.quantize`; scales are fp32, which also holds the published bf16 norms exactly."""
         weight = _checked(weight)
         scales = weight.norm(dim=-1)

@@ -152,7 +152,6 @@ def print_rules(lineage: Lineage, rehearsal: Lineage, n: int, console: Console) 
         old, new = ([of(recipe) for recipe in side.recipes] for side in (lineage, rehearsal))
         rows.append((rule, what, _span(old), _span(new)))
     rows.append(("changed", "train.dtype", _words(r.train.dtype for r in lineage.recipes), "fp32"))
-    rows.append(("changed", "scale_dtype", "of quantized experts", "float32: hardly trained weights are tiny"))
     rows.append(("changed", "data.source", "its own", "tiny, a domain for a domain"))
     table = Table(title=f"Rehearsal of {lineage.name}", title_justify="left", box=box.SIMPLE)
     for heading in ("rule", "what", "recipe", "rehearsal"):
@@ -200,7 +199,6 @@ def _growth_options(operator: str, options: dict[str, Any], n: int, scaled) -> d
     if operator == "quantize_experts":
         _, sizes = _split(n)
         changes = {key: max(1, options.get(key, value) // sizes) for key, value in QUANTIZATION_DEFAULTS.items()}
-        changes["scale_dtype"] = "float32"
     return options | changes
 
 

@@ -17,7 +17,7 @@ from lightninglm.modeling.quantized_experts import PROJECTIONS, QuantizedExperts
 
 KINDS = {
     "int8": {"kind": "int8", "group_size": 32, "rank": 4},
-    "int4": {"kind": "int4", "group_size": 16, "rank": 4, "scale_dtype": "float32"},
+    "int4": {"kind": "int4", "group_size": 16, "rank": 4},
     "codebook": {"kind": "codebook", "rank": 4},
 }
 EXPERT = "model.layers.1.mlp.experts.2.up_proj"

@@ -27,5 +27,5 @@ def grouped_config(groups=8, members=5, groups_per_token=2, members_per_group=3,
 
 def quantized_config(kind: str, **changes) -> LightningLMConfig:
     """Quantized experts in groups of 16 weights with adapters of rank 8."""
-    quantization = {"kind": kind, "group_size": 16, "rank": 8, "seed": 1, "scale_dtype": "float32"}
+    quantization = {"kind": kind, "group_size": 16, "rank": 8, "seed": 1}
     return moe_config(expert_quantization=quantization, **changes)

@@ -12,7 +12,7 @@ from lightninglm.training.stage import run_stage
 from tests.distributed.ranks import RankFailed, run_ranks
 from tests.training.small_run import MODEL, SEQUENCE_LENGTH, make_run
 
-INT8 = {"kind": "int8", "group_size": 16, "rank": 4, "seed": 0, "scale_dtype": "float32"}
+INT8 = {"kind": "int8", "group_size": 16, "rank": 4, "seed": 0}
 LAYERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "indexed_attention"]}
 QUANTIZED = MODEL | LAYERS | {"moe_intermediate_size": 32, "expert_quantization": INT8}
 BASE = "model.layers.1.mlp.experts.2.up_proj.codes"
