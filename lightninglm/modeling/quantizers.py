@@ -17,6 +17,8 @@ LLOYD_MAX_LEVELS = tuple(-level for level in reversed(LLOYD_MAX_HALF)) + LLOYD_M
 """The 16 levels that minimize the squared error on N(0, 1) (Lloyd, 1982; Max, 1960); code 0 is the most negative."""
 
 FP16_SCALE_RANGE = (2.0**-14, 65504.0)  # normal fp16 numbers
+MINIMUM_BLOCK_DB = 3.0
+"""A block whose weights stand less above the noise is refused (`worst_block`); storing zeros for them gives 0 dB."""
 
 
 class Quantized(NamedTuple):
@@ -93,7 +95,31 @@ def snr_db(reference: torch.Tensor, approximation: torch.Tensor) -> float:
     signal = reference.square().sum().item()
     if noise == 0:
         return math.inf
+    if not math.isfinite(noise):
+        return -math.inf
     return 10 * math.log10(signal / noise) if signal else -math.inf
+
+
+def worst_block(reference: torch.Tensor, approximation: torch.Tensor, block: int) -> tuple[int, int, float]:
+    """
+    The row and the first column of the block that keeps the least of its weights, and its signal-to-noise ratio in dB.
+
+    The largest 1/32 of the weights of a block, at least one, count no more than the next one. The ratio of a whole
+    matrix does not show a huge weight: it is itself stored well, but sets the step of all that share its scale.
+
+    Args:
+        reference, approximation: [out, in].
+        block: consecutive weights of a row that are rotated together, and so share the noise. One in which all other
+            weights are zero has nothing to lose and counts as exact.
+    """
+    squares = reference.double().square().unflatten(-1, (-1, block))
+    noise = (reference.double() - approximation.double()).square().unflatten(-1, (-1, block)).sum(-1)
+    largest = squares.topk(max(1, block // 32) + 1).values[..., -1:] if block > 1 else torch.zeros_like(squares)
+    signal = squares.minimum(largest).sum(-1)
+    ratio = torch.where((noise == 0) | (signal == 0), math.inf, signal / noise)  # noise may be infinite or NaN
+    row, column = divmod(int(ratio.nan_to_num(nan=0.0).argmin()), ratio.shape[1])
+    worst = ratio[row, column].item()
+    return row, column * block, 10 * math.log10(worst) if worst > 0 else -math.inf
 
 
 def smallest_scale_dtype(scales: torch.Tensor) -> torch.dtype:
@@ -119,6 +145,12 @@ def _checked(weight: torch.Tensor) -> torch.Tensor:
     if not torch.isfinite(weight).all():
         raise ValueError("the weight has non-finite entries")
     return weight.float()
+
+
+def _no_overflow(scales: torch.Tensor) -> torch.Tensor:
+    if not torch.isfinite(scales).all():
+        raise ValueError("the weight is too large: sums over its entries overflow fp32")
+    return scales
 
 
 class Int8Quantizer:
@@ -188,7 +220,7 @@ class Int4Quantizer:
         """As `Int8Quantizer.quantize`."""
         groups = _checked(weight).unflatten(-1, (-1, self.group_size))
         levels = torch.tensor(LLOYD_MAX_LEVELS, device=weight.device)
-        rms = groups.square().mean(-1, keepdim=True).sqrt()
+        rms = _no_overflow(groups.square().mean(-1, keepdim=True).sqrt())
         fitted = levels[self._nearest(groups, rms, levels)]
         scales = (groups * fitted).sum(-1) / fitted.square().sum(-1)
         scales = _stored_scales(scales, scale_dtype)
@@ -232,7 +264,7 @@ class CodebookQuantizer:
     def quantize(self, weight: torch.Tensor, scale_dtype: torch.dtype | None = None) -> Quantized:
         """As `Int8Quantizer.quantize`; scales are fp32, which also holds the published bf16 norms exactly."""
         weight = _checked(weight)
-        scales = weight.norm(dim=-1)
+        scales = _no_overflow(weight.norm(dim=-1))
         unit = torch.where(scales[..., None] > 0, weight / scales[..., None], 0.0)
         levels = self.levels.float()
         codes = torch.bucketize(unit, (levels[:-1] + levels[1:]) / 2)
