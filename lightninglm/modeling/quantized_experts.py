@@ -25,11 +25,13 @@ from .configuration_lightninglm import LightningLMConfig
 from .delta_rule import triton_problem
 from .experts import Experts, choose_matmul, expert_backend, grouped_linear, naive_experts
 from .quantizers import (
+    MINIMUM_BLOCK_DB,
     CodebookQuantizer,
     Int4Quantizer,
     Int8Quantizer,
     Quantized,
     hadamard_block,
+    lost_block,
     published_codebook,
     random_signs,
     rotate,
@@ -54,8 +56,13 @@ class WeightFormat(NamedTuple):
         return rotate(x, self.signs, self.block)
 
     def encode(self, weight: torch.Tensor) -> Quantized:
-        """Quantizes a dense weight [.., out, in]."""
-        return self.quantizer.quantize(self.rotate(weight))
+        """Quantizes a dense weight [.., out, in]; raises ValueError where it cannot."""
+        weight_rot = self.rotate(weight)
+        if not torch.isfinite(weight_rot).all():
+            if not torch.isfinite(weight).all():
+                raise ValueError("the weight has non-finite entries")
+            raise ValueError(f"entries up to {weight.abs().max():.3g} are too large to be rotated in fp32")
+        return self.quantizer.quantize(weight_rot)
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """The dense weight [.., out, in] in fp32, in the original space."""
@@ -128,7 +135,8 @@ def quantize_expert(
         (the expert's tensors, e.g. "gate_proj.codes", "gate_proj.scales", "gate_proj.A", "gate_proj.B";
         the signal-to-noise ratio of each projection's base in dB).
     Raises:
-        ValueError: non-finite weights; names layer, expert and projection.
+        ValueError: non-finite weights, or a weight so large that quantizing it loses those beside it
+            (`quantizers.lost_block`); names layer, expert and projection.
     """
     rank, seed = config.expert_quantization["rank"], config.expert_quantization["seed"]
     formats = weight_formats(config, shared)
@@ -136,9 +144,10 @@ def quantize_expert(
     for name, weight in weights.items():
         try:
             codes, scales = formats[name].encode(weight)
+            base = formats[name].decode(codes, scales)
+            _check_kept(weight, base, formats[name].block)
         except ValueError as error:
             raise ValueError(f"layer {layer_idx}, expert {expert}, {name}: {error}") from error
-        base = formats[name].decode(codes, scales)
         snr[name] = snr_db(weight, base)
         if residual_init:
             adapter_a, adapter_b = _residual_adapters(weight.float() - base, rank)
@@ -150,6 +159,20 @@ def quantize_expert(
             adapter_b = torch.randn(rank, inputs, generator=generator) / math.sqrt(inputs)
         tensors |= {f"{name}.codes": codes, f"{name}.scales": scales, f"{name}.A": adapter_a, f"{name}.B": adapter_b}
     return tensors, snr
+
+
+def _check_kept(weight: torch.Tensor, base: torch.Tensor, block: int) -> None:
+    """Raises ValueError when a block of a row loses its weights to the noise of a few huge ones."""
+    lost = lost_block(weight.float(), base, block)
+    if lost is None:
+        return
+    row, column, ratio = lost
+    entries = weight[row, column : column + block].float().abs()
+    raise ValueError(
+        f"the largest of columns {column} to {column + block - 1} in row {row}, {entries.max().item():.3g}, takes the "
+        f"whole range: the others, {entries.median().item():.3g} in the median, keep {ratio:.1f} dB above the noise "
+        f"({MINIMUM_BLOCK_DB:g} dB are needed); repair this weight, or leave the experts dense"
+    )
 
 
 def _residual_adapters(error: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:

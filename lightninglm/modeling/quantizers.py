@@ -17,6 +17,9 @@ LLOYD_MAX_HALF = (0.128395, 0.388048, 0.656759, 0.942340, 1.256231, 1.618046, 2.
 LLOYD_MAX_LEVELS = tuple(-level for level in reversed(LLOYD_MAX_HALF)) + LLOYD_MAX_HALF
 """The 16 levels that minimize the squared error on N(0, 1) (Lloyd, 1982; Max, 1960); code 0 is the most negative."""
 
+MINIMUM_BLOCK_DB = 3.0
+"""A block whose weights stand less above the noise is refused (`lost_block`); storing zeros for them gives 0 dB."""
+
 
 class Quantized(NamedTuple):
     """A stored matrix: integer codes and their scales."""
@@ -92,13 +95,56 @@ def snr_db(reference: torch.Tensor, approximation: torch.Tensor) -> float:
     signal = reference.square().sum().item()
     if noise == 0:
         return math.inf
+    if not math.isfinite(noise):
+        return -math.inf
     return 10 * math.log10(signal / noise) if signal else -math.inf
+
+
+def lost_block(
+    reference: torch.Tensor, approximation: torch.Tensor, block: int, minimum_db: float = MINIMUM_BLOCK_DB
+) -> tuple[int, int, float] | None:
+    """
+    The block of a row that keeps the least of its weights, where its signal-to-noise ratio is below a minimum.
+
+    The largest 1/32 of the weights of a block, at least one, count no more than the next one. The ratio of a whole
+    matrix does not show a huge weight: it is itself stored well, but sets the step of all that share its scale.
+
+    Args:
+        reference, approximation: [out, in].
+        block: consecutive weights of a row that are rotated together, and so share the noise. One in which all other
+            weights are zero has nothing to lose and counts as exact.
+    Returns:
+        None, or its row, its first column and its ratio in dB.
+    """
+    weights, errors = reference.unflatten(-1, (-1, block)), (reference - approximation).unflatten(-1, (-1, block))
+    largest, least = max(1, block // 32), 10 ** (minimum_db / 10)
+    noise = errors.square().sum(-1)
+    at_least = weights.square().sum(-1) - largest * weights.abs().amax(-1).square()  # of the signal below
+    doubtful = ~((at_least > least * noise) & noise.isfinite())
+    if not doubtful.any():
+        return None
+    squares, noise = weights[doubtful].double().square(), errors[doubtful].double().square().sum(-1)
+    limit = squares.topk(min(largest + 1, block)).values[:, -1:]
+    signal = squares.minimum(limit).sum(-1)
+    nothing_to_lose = (noise == 0) | (signal == 0) & noise.isfinite()
+    ratio = torch.where(nothing_to_lose, math.inf, signal / noise).nan_to_num(nan=0.0, posinf=math.inf)
+    worst, which = ratio.min(0)
+    if worst >= least:
+        return None
+    row, column = doubtful.nonzero()[which].tolist()
+    return row, column * block, 10 * math.log10(worst) if worst > 0 else -math.inf
 
 
 def _checked(weight: torch.Tensor) -> torch.Tensor:
     if not torch.isfinite(weight).all():
         raise ValueError("the weight has non-finite entries")
     return weight.float()
+
+
+def _no_overflow(scales: torch.Tensor) -> torch.Tensor:
+    if not torch.isfinite(scales).all():
+        raise ValueError("the weight is too large: sums over its entries overflow fp32")
+    return scales
 
 
 class Int8Quantizer:
@@ -166,7 +212,7 @@ class Int4Quantizer:
         """As `Int8Quantizer.quantize`."""
         groups = _checked(weight).unflatten(-1, (-1, self.group_size))
         levels = torch.tensor(LLOYD_MAX_LEVELS, device=weight.device)
-        rms = groups.square().mean(-1, keepdim=True).sqrt()
+        rms = _no_overflow(groups.square().mean(-1, keepdim=True).sqrt())
         fitted = levels[self._nearest(groups, rms, levels)]
         scales = ((groups * fitted).sum(-1) / fitted.square().sum(-1)).to(self.scale_dtype)
         codes = self._nearest(groups, scales.float()[..., None], levels).flatten(-2).to(torch.uint8)
@@ -209,7 +255,7 @@ class CodebookQuantizer:
     def quantize(self, weight: torch.Tensor) -> Quantized:
         """As `Int8Quantizer.quantize`; scales are fp32, which also holds the published bf16 norms exactly."""
         weight = _checked(weight)
-        scales = weight.norm(dim=-1)
+        scales = _no_overflow(weight.norm(dim=-1))
         unit = torch.where(scales[..., None] > 0, weight / scales[..., None], 0.0)
         levels = self.levels.float()
         codes = torch.bucketize(unit, (levels[:-1] + levels[1:]) / 2)

@@ -7,11 +7,13 @@ import torch
 
 from lightninglm.modeling.quantizers import (
     LLOYD_MAX_LEVELS,
+    MINIMUM_BLOCK_DB,
     CodebookQuantizer,
     Int4Quantizer,
     Int8Quantizer,
     hadamard_block,
     hadamard_matrix,
+    lost_block,
     published_codebook,
     random_signs,
     rotate,
@@ -150,9 +152,54 @@ def test_a_wild_but_finite_weight_is_kept(kind):
     weight = gaussian(4, 1024)
     weight[0, 0] = 1e4
     stored = QUANTIZERS[kind].quantize(weight)
-    other = QUANTIZERS[kind].quantize(gaussian(4, 1024), torch.float32)
+    other = QUANTIZERS[kind].quantize(gaussian(4, 1024))
     assert torch.equal(stored.codes[1:], other.codes[1:])
     assert QUANTIZERS[kind].dequantize(*stored)[0, 0] > (5e3 if kind == "int8" else 10)
+
+
+def quantized_rotated(weight, kind, block):
+    """The weight after its way through rotation and quantizer, in fp32."""
+    signs = random_signs(0, 0, "hidden", weight.shape[-1])
+    quantizer = QUANTIZERS[kind]
+    return unrotate(quantizer.dequantize(*quantizer.quantize(rotate(weight, signs, block))), signs, block)
+
+
+@pytest.mark.parametrize("kind", QUANTIZERS)
+@pytest.mark.parametrize("size", [3e3, 1e6, 1e15])
+@pytest.mark.parametrize("columns", [[700], [700, 701, 900]])
+def test_the_block_that_a_huge_weight_swamps_is_found_though_the_whole_ratio_looks_excellent(kind, size, columns):
+    """Quantized without a word, such a row would keep nothing but its huge weights."""
+    weight, block = gaussian(), 1024 if kind == "codebook" else 512  # its norm is that of the whole row
+    weight[5, columns] = size
+    kept = quantized_rotated(weight, kind, block)
+    assert snr_db(weight, kept) > 20
+    row, column, ratio = lost_block(weight, kept, block)
+    assert (row, column) == (5, 700 // block * block) and ratio < MINIMUM_BLOCK_DB
+
+
+@pytest.mark.parametrize("kind", QUANTIZERS)
+@pytest.mark.parametrize("make_weight", [gaussian, heavy_tailed])
+def test_no_block_of_weights_as_training_makes_them_comes_near_the_limit(make_weight, kind):
+    weight = make_weight()
+    weight[1] = 0  # nothing to lose
+    weight[2, 1:] = 0  # its only weight is kept
+    weight[3, :8] = 0.02 * 20  # outliers
+    assert lost_block(weight, quantized_rotated(weight, kind, 1024), 1024, 2 * MINIMUM_BLOCK_DB) is None
+
+
+def test_a_block_whose_approximation_is_not_finite_is_lost():
+    weight = gaussian(4, 64)
+    for bad in (math.inf, math.nan):
+        kept = weight.clone()
+        kept[2, 40] = bad
+        assert lost_block(weight, kept, 32) == (2, 32, -math.inf)
+    assert lost_block(weight, weight, 32) is None
+
+
+@pytest.mark.parametrize("kind", ["int4", "codebook"])
+def test_weights_whose_squares_overflow_are_refused(kind):
+    with pytest.raises(ValueError, match="overflow fp32"):
+        QUANTIZERS[kind].quantize(torch.full((1, 1024), 1e25))
 
 
 @pytest.mark.parametrize(("size", "block"), [(64, 64), (96, 32), (1, 1), (2048, 2048), (48, 16)])
