@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
         run, overrides = args.run or Path("runs") / name, args.set
         if args.rehearse:
             real, overrides = lineage, []
-            lineage = write_rehearsal(real, args.rehearse, args.num_gpus or real.world_size, run / "recipes")
+            lineage = write_rehearsal(real, args.rehearse, args.num_gpus or real.world_size, run)
             print_rules(real, lineage, args.rehearse, console)
         ranks = lineage.world_size
         machine = Machine(torch.cuda.device_count(), rank_memory(ranks))
@@ -114,7 +114,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--stop-file", type=Path, metavar="PATH", help="save and stop when this file appears")
     parser.add_argument("--accept-changes", action="store_true", help="go on although a recipe was edited")
     parser.add_argument(
-        "--restarts", type=int, default=RESTARTS, metavar="N", help=f"of a stage that crashed (default {RESTARTS})"
+        "--restarts",
+        type=int,
+        default=RESTARTS,
+        metavar="N",
+        help=f"of a stage that crashed before it saved anything new (default {RESTARTS})",
     )
     parser.add_argument("--no-memory-check", action="store_true", help="start although the ledger says too small")
     instead = parser.add_mutually_exclusive_group()

@@ -52,7 +52,7 @@ def run_lineage(
         overrides: `--set` values, passed on to every stage.
         accept_changes: continue although a recipe was edited after its stage began.
         deadline, stop_file: as for `run_stage`.
-        restarts: how often each stage is started again after a crash.
+        restarts: how often a stage is started again after a crash; a checkpoint made in between starts the count anew.
         memory_check: whether stages refuse ranks with too little memory.
     Returns:
         0 when every stage has finished, else the exit code of what ended first.
@@ -70,8 +70,10 @@ def run_lineage(
                 console.print(f"[bold]{recipe.name}[/bold] finished already")
                 continue
             console.rule(f"stage {number} of {len(recipes)}: {recipe.name}")
-            for restart in range(restarts + 1):
+            crashes = 0  # since the stage last saved something new
+            while True:
                 console.print(where(recipe, run_folder))
+                began_from, _ = newest_checkpoint(run_folder / recipe.name)
                 with _Stopwatch(run_folder):
                     prepare_stage(recipe, run_folder, grow_chain)
                     if deadline is not None and time.time() >= deadline:
@@ -85,11 +87,14 @@ def run_lineage(
                     code, asked = run_group(command, os.environ | {LINEAGE_PID: str(os.getpid())})
                 if is_finished(recipe, run_folder, accept_changes=True) or asked or code in NOT_RESTARTED:
                     break
-                if restart < restarts:
-                    console.print(
-                        f"stage '{recipe.name}' crashed with exit code {code}: restart {restart + 1} of {restarts}",
-                        style="yellow",
-                    )
+                got_to, _ = newest_checkpoint(run_folder / recipe.name)
+                crashes = 1 if got_to != began_from else crashes + 1
+                if crashes > restarts:
+                    break
+                console.print(
+                    f"stage '{recipe.name}' crashed with exit code {code}: restart {crashes} of {restarts}",
+                    style="yellow",
+                )
             if not is_finished(recipe, run_folder, accept_changes=True):
                 if asked or code == EXIT_STOPPED:
                     console.print(f"stopped in stage '{recipe.name}'; the same command goes on from there")

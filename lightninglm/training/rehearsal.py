@@ -34,15 +34,16 @@ CHECKPOINT_EVERY = 2
 QUANTIZATION_DEFAULTS = {"group_size": 128, "rank": 16}  # of `quantize_experts`, where a recipe gives none
 
 
-def write_rehearsal(lineage: Lineage, n: int, ranks: int, folder: Path) -> Lineage:
+def write_rehearsal(lineage: Lineage, n: int, ranks: int, run: Path) -> Lineage:
     """
-    Writes the rehearsal's recipes into `folder` and loads them.
+    Writes the rehearsal's recipes into `<run>/recipes` and loads them.
 
     Args:
         lineage: the real one, `--set` values included.
         n: what widths are divided by.
         ranks: of the rehearsal; expert-parallel groups of more ranks shrink to so many.
-    Raises RecipeError when the seed's sizes cannot be divided by n.
+        run: folder of the rehearsal, which may have begun.
+    Raises RecipeError when the seed's sizes cannot be divided by n, or something else has begun in the folder.
     """
     seed = lineage.recipes[0].build_config()
     if not _divides(n, seed):
@@ -55,14 +56,30 @@ def write_rehearsal(lineage: Lineage, n: int, ranks: int, folder: Path) -> Linea
     domains = {domain: TINY_DOMAINS[i % len(TINY_DOMAINS)] for i, domain in enumerate(dict.fromkeys(used))}
     source = {"kind": "tiny", "vocab_size": min(seed.vocab_size // n, LARGEST_VOCABULARY)}
     listed = {"name": f"{lineage.name}-rehearsal", "world_size": ranks, "stages": [f.name for f in lineage.files]}
-    folder.mkdir(parents=True, exist_ok=True)
+    texts = {"lineage.yaml": yaml.safe_dump(listed, sort_keys=False)}
     for recipe, file in zip(lineage.recipes, lineage.files, strict=True):
         values = rehearsed(recipe, n, lineage.world_size, ranks, domains, source)
-        _write(
-            folder / file.name, f"# Rehearsal of {file}, widths divided by {n}. Written anew at every start.\n", values
-        )
-    _write(folder / "lineage.yaml", "", listed)
+        header = f"# Rehearsal of {file.name}, widths divided by {n}. Written anew at every start.\n"
+        texts[file.name] = header + yaml.safe_dump(values, sort_keys=False)
+    folder = run / "recipes"
+    _refuse_another_run(run, [recipe.name for recipe in lineage.recipes], folder, texts)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        _write(folder / name, text)
     return load_lineage(folder)
+
+
+def _refuse_another_run(run: Path, stages: list[str], folder: Path, texts: dict[str, str]) -> None:
+    """Raises RecipeError when stages have begun in the folder of a run, but not by these recipes."""
+    begun = [stage for stage in stages if (run / stage).exists()]
+    written = [
+        name for name, text in texts.items() if (folder / name).is_file() and (folder / name).read_text() == text
+    ]
+    if begun and len(written) < len(texts):
+        what = "a rehearsal of other recipes, another N or other ranks" if folder.exists() else "a run, not a rehearsal"
+        raise RecipeError(
+            f"--run {run}: holds {what} (its stage '{begun[-1]}' has begun); give the rehearsal a folder of its own"
+        )
 
 
 def rehearsed(
@@ -219,10 +236,10 @@ def _words(values) -> str:
     return ", ".join(dict.fromkeys(values))
 
 
-def _write(path: Path, header: str, values: dict[str, Any]) -> None:
+def _write(path: Path, text: str) -> None:
     temporary = path.with_suffix(".tmp")
     with open(temporary, "w", encoding="utf-8") as file:
-        file.write(header + yaml.safe_dump(values, sort_keys=False))
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)

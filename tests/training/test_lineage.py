@@ -18,7 +18,7 @@ from lightninglm.recipe import load_lineage
 from lightninglm.training.interruption import EXIT_STOPPED
 from lightninglm.training.lineage import run_lineage
 from lightninglm.training.loop import EXIT_NOT_FINITE
-from lightninglm.training.metrics import read_metrics
+from lightninglm.training.metrics import MetricsLogger, read_metrics
 from lightninglm.training.prepare import prepare_stage
 from lightninglm.training.stage import run_stage
 from tests.distributed.ranks import run_ranks
@@ -149,6 +149,31 @@ def test_a_crashed_stage_is_started_again(lineage, tmp_path, monkeypatch, capsys
     assert len(starts) == min(crashes, restarts) + 1
     printed = capsys.readouterr().out
     assert printed.count("crashed with exit code 137: restart") == min(crashes, restarts)
+
+
+def test_crashes_are_counted_since_the_last_new_checkpoint(lineage, tmp_path, monkeypatch, capsys):
+    seed = load_lineage(lineage).recipes[0]
+    run, starts = tmp_path / "run", []
+
+    def save_one_step_and_stop(rank, world_size):
+        logged = MetricsLogger.step
+
+        def step(self, values):
+            logged(self, values)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        MetricsLogger.step = step
+        return run_stage(seed, run)
+
+    def start_ranks(command, env):
+        starts.append(command)
+        crashes = len(starts) <= 3
+        run_ranks(save_one_step_and_stop if crashes else lambda rank, world_size: run_stage(seed, run), RANKS)
+        return (137 if crashes else 0), False
+
+    monkeypatch.setattr("lightninglm.training.lineage.run_group", start_ranks)
+    assert run_seed(lineage, run, restarts=1) == 0
+    assert len(starts) == 4 and capsys.readouterr().out.count("restart 1 of 1") == 3
 
 
 @pytest.mark.parametrize("code", [EXIT_BAD_INPUT, EXIT_NOT_FINITE, EXIT_STOPPED])

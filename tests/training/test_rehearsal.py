@@ -25,7 +25,7 @@ def both(request, tmp_path_factory):
     """(real stages, rehearsed stages) of a big lineage, for 8 ranks."""
     folder = tmp_path_factory.mktemp(request.param)
     write_rehearsal(load_lineage(RECIPES / request.param), 64, 8, folder)
-    return load_stages(RECIPES / request.param, grown_configs)[0], load_stages(folder, grown_configs)[0]
+    return load_stages(RECIPES / request.param, grown_configs)[0], load_stages(folder / "recipes", grown_configs)[0]
 
 
 def test_models_differ_in_their_widths_only(both):
@@ -81,5 +81,24 @@ def test_fewer_ranks_share_the_experts_as_they_can(tmp_path):
 
 def test_a_number_that_does_not_divide_is_refused(tmp_path):
     with pytest.raises(RecipeError, match=r"--rehearse 48: does not divide .* these do: 2, 4, 8, 16, 32, 64, 128"):
-        write_rehearsal(load_lineage(RECIPES / "preserving"), 48, 8, tmp_path / "recipes")
-    assert not (tmp_path / "recipes").exists()
+        write_rehearsal(load_lineage(RECIPES / "preserving"), 48, 8, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_it_goes_on_in_its_own_folder_and_never_writes_into_that_of_another_run(tmp_path):
+    real = load_lineage(RECIPES / "preserving")
+    (tmp_path / "real" / real.recipes[0].name).mkdir(parents=True)
+    with pytest.raises(RecipeError, match=r"real: holds a run, not a rehearsal \(its stage 'seed-2b' has begun\)"):
+        write_rehearsal(real, 64, 8, tmp_path / "real")
+    assert not (tmp_path / "real/recipes").exists()
+
+    run = tmp_path / "rehearsal"
+    write_rehearsal(real, 64, 8, run)
+    write_rehearsal(real, 32, 8, run)  # nothing has begun
+    (run / real.recipes[0].name).mkdir()
+    before = {path: path.read_text() for path in (run / "recipes").iterdir()}
+    write_rehearsal(real, 32, 8, run)
+    for lineage, n, ranks in ((real, 64, 8), (real, 32, 2), (load_lineage(RECIPES / "paper"), 32, 8)):
+        with pytest.raises(RecipeError, match="holds a rehearsal of other recipes, another N or other ranks"):
+            write_rehearsal(lineage, n, ranks, run)
+    assert {path: path.read_text() for path in (run / "recipes").iterdir()} == before
