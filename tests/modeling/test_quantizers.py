@@ -160,8 +160,8 @@ def test_a_wild_but_finite_weight_is_kept(kind):
 def quantized_rotated(weight, kind, block):
     """The weight after its way through rotation and quantizer, in fp32."""
     signs = random_signs(0, 0, "hidden", weight.shape[-1])
-    quantizer = QUANTIZERS[kind]
-    return unrotate(quantizer.dequantize(*quantizer.quantize(rotate(weight, signs, block), torch.float32)), signs, block)
+    stored = QUANTIZERS[kind].quantize(rotate(weight, signs, block), torch.float32)
+    return unrotate(QUANTIZERS[kind].dequantize(*stored), signs, block)
 
 
 @pytest.mark.parametrize("kind", QUANTIZERS)
