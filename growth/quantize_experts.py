@@ -46,7 +46,10 @@ def plan(source: Source, options: QuantizeExpertsOptions, seed: int) -> Plan:
     if source.config.num_experts == 0:
         raise GrowthError("quantize_experts needs a mixture of experts; the source is dense")
     if source.config.expert_quantization is not None:
-        raise GrowthError(f"the source's experts are quantized already: {source.config.expert_quantization}")
+        raise GrowthError(
+            f"the source's experts are quantized already: {source.config.expert_quantization}; "
+            "quantize what `python -m growth merge_experts` makes of them"
+        )
     quantization = {
         "kind": options.kind,
         "group_size": options.group_size,

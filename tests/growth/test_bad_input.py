@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 from small_checkpoints import MIXTURE, plant_nan, rewrite, small_config, write_checkpoint, write_tokenizer
 
 import growth.job
+from growth.__main__ import main
 from growth.core import grow
 from growth.errors import GrowthError, ReceiptError
 from lightninglm.checkpoint import CheckpointError, CheckpointReader
@@ -87,6 +88,52 @@ def test_options_that_cannot_work(operator, options, message, dense, tmp_path):
 )
 def test_options_that_do_not_fit_a_mixture(operator, options, message, mixture, tmp_path):
     refused(mixture, tmp_path, operator, message, **options)
+
+
+def quantize_command(source, tmp_path, capsys, *options):
+    """`python -m growth quantize_experts` must refuse and leave nothing behind; what it printed, on one line."""
+    place = tmp_path / "runs"
+    place.mkdir()
+    command = ["quantize_experts", "--source", source, "--target", place / "t", "--group-size", 32, *options]
+    assert main([str(word) for word in command]) == 2
+    assert list(place.iterdir()) == []
+    return " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "codebook"])
+@pytest.mark.parametrize("size", [1e12, 1e30, 3e38])
+def test_a_wild_expert_weight(size, kind, quantizable, tmp_path, capsys):
+    """It is finite, and a scale would hold it: what would be lost is the rest of its row."""
+    name = "model.layers.1.mlp.experts.2.up_proj"
+
+    def plant(tensors):
+        tensors[f"{name}.weight"][3, 4] = size
+
+    source = rewrite(quantizable, tmp_path / "source", plant)
+    error = quantize_command(source, tmp_path, capsys, "--kind", kind, "--rank", 4)
+    assert f"error: {name}: layer 1, expert 2, up_proj: " in error
+    assert ("keep" in error and "dB" in error and "row 3" in error) or "overflow fp32" in error or "rotated" in error
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        (("--rank", 0), "rank: Input should be greater than or equal to 1"),
+        (("--rank", 33), "expert_quantization.rank = 33: must be between 1 and 32"),
+        (("--rank", 4, "--group-size", 24), "expert_quantization.group_size = 24: must divide hidden_size = 32"),
+        (("--rank", 4, "--group-size", 64), "expert_quantization.group_size = 64: must divide hidden_size = 32"),
+        (("--rank", 4, "--group-size", 0), "group_size: Input should be greater than or equal to 2"),
+    ],
+)
+def test_quantization_options_that_cannot_work(options, message, quantizable, tmp_path, capsys):
+    assert message in quantize_command(quantizable, tmp_path, capsys, *options)
+
+
+def test_quantizing_twice(quantizable, grown, tmp_path, capsys):
+    once = grown(quantizable, "quantize_experts", group_size=32, rank=4)
+    error = quantize_command(once, tmp_path, capsys, "--rank", 4)
+    assert "experts are quantized already: {'group_size': 32, 'kind': 'int8', 'rank': 4" in error
+    assert "`python -m growth merge_experts`" in error
 
 
 def test_a_target_that_exists(dense, tmp_path):
