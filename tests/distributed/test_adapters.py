@@ -14,6 +14,7 @@ from lightninglm.distributed.checkpointing import load_checkpoint, save_checkpoi
 from lightninglm.distributed.expert_bases import hash_expert_bases
 from lightninglm.distributed.optimizer_state import MOMENTS, OptimizerState
 from lightninglm.modeling.quantized_experts import PROJECTIONS
+from lightninglm.modeling.reversible import ReversibilityError
 
 ADAPTERS_PER_EXPERT = len(PROJECTIONS)
 ENGINES = {"zero0": {"stage": 0}, "zero1": {"stage": 1}, "zero2-bf16": {"stage": 2, "dtype": "bf16"}}
@@ -233,6 +234,48 @@ def test_repeated_merges_drift_without_bound_only_when_the_master_copies_are_sta
     in_all = [total for _, total in stale]
     assert in_all == sorted(in_all)
     assert in_all[-1] > 3 * in_all[0]
+
+
+def losses_of_a_merging_run(rank, world_size, way, steps):
+    """
+    Losses of a run whose adapters learn at ten times the rate and, unless `way` is "never", are merged every 10 steps.
+
+    Their rate warms up over 10 steps, at the start and after each merge. "stale": each merge is followed by writing the
+    old master copies back. Ends where the hidden state leaves the range of the reversible stack.
+    """
+    engine = build(world_size, lr=3e-3)
+    groups = [
+        (group, group["lr"] * (10 if group["role"] == "adapters" else 1)) for group in engine.optimizer.param_groups
+    ]
+    state = OptimizerState(engine)
+    adapters = [p for _, experts in quantized_layers(engine.module) for p in experts.parameters()]
+    losses = []
+    for step in range(steps):
+        for group, lr in groups:
+            since = step % 10 if way != "never" and group["role"] == "adapters" else step
+            group["lr"] = lr * min(1, (since + 1) / 10)
+        try:
+            losses.append(train_step(engine, step))
+        except ReversibilityError:
+            break
+        if way != "never" and step % 10 == 9:
+            masters = [state.fragment(p, "master")[1].clone() for p in adapters]
+            merge_adapters(engine)
+            if way == "stale":
+                for parameter, old in zip(adapters, masters, strict=True):
+                    state.fragment(parameter, "master")[1].copy_(old)
+    return losses
+
+
+def test_merging_often_trains_on_and_stale_master_copies_ruin_the_run():
+    never, merging, stale = (run_ranks(losses_of_a_merging_run, 1, way, 60)[0] for way in ("never", "merging", "stale"))
+    assert len(never) == len(merging) == 60
+
+    def end(losses):
+        return sum(losses[-5:]) / 5
+
+    assert end(merging) < end(never) + 0.1 < never[0] - 1  # both learn
+    assert len(stale) < 60 or end(stale) > end(merging) + 0.5  # rounding decides when the range is left
 
 
 @pytest.mark.parametrize("saved_on,loaded_on", [(2, 1), (1, 4)])
