@@ -238,32 +238,30 @@ def test_repeated_merges_drift_without_bound_only_when_the_master_copies_are_sta
 
 def losses_of_a_merging_run(rank, world_size, way, steps):
     """
-    Losses of a run whose adapters learn at ten times the rate and, unless `way` is "never", are merged every 10 steps.
+    Losses of a run whose adapters learn at three times the rate and, unless `way` is "never", are merged every 5 steps.
 
-    Their rate warms up over 10 steps, at the start and after each merge. "stale": each merge is followed by writing the
-    old master copies back. Ends where the hidden state leaves the range of the reversible stack.
+    "stale": each merge is followed by writing the old master copies and moments back. Ends where the hidden state
+    leaves the range of the reversible stack.
     """
     engine = build(world_size, lr=3e-3)
-    groups = [
-        (group, group["lr"] * (10 if group["role"] == "adapters" else 1)) for group in engine.optimizer.param_groups
-    ]
+    rates = [3 * group["lr"] if group["role"] == "adapters" else group["lr"] for group in engine.optimizer.param_groups]
     state = OptimizerState(engine)
     adapters = [p for _, experts in quantized_layers(engine.module) for p in experts.parameters()]
     losses = []
     for step in range(steps):
-        for group, lr in groups:
-            since = step % 10 if way != "never" and group["role"] == "adapters" else step
-            group["lr"] = lr * min(1, (since + 1) / 10)
+        for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * min(1, (step + 1) / 10)
         try:
             losses.append(train_step(engine, step))
         except ReversibilityError:
             break
-        if way != "never" and step % 10 == 9:
-            masters = [state.fragment(p, "master")[1].clone() for p in adapters]
+        if way != "never" and step % 5 == 4:
+            fragments = [state.fragment(p, key)[1] for p in adapters for key in ("master", *MOMENTS)]
+            before = [fragment.clone() for fragment in fragments]
             merge_adapters(engine)
             if way == "stale":
-                for parameter, old in zip(adapters, masters, strict=True):
-                    state.fragment(parameter, "master")[1].copy_(old)
+                for fragment, old in zip(fragments, before, strict=True):
+                    fragment.copy_(old)
     return losses
 
 
@@ -275,7 +273,7 @@ def test_merging_often_trains_on_and_stale_master_copies_ruin_the_run():
         return sum(losses[-5:]) / 5
 
     assert end(merging) < end(never) + 0.1 < never[0] - 1  # both learn
-    assert len(stale) < 60 or end(stale) > end(merging) + 0.5  # rounding decides when the range is left
+    assert len(stale) < 60 or end(stale) > end(merging) + 1  # rounding decides when the range is left
 
 
 @pytest.mark.parametrize("saved_on,loaded_on", [(2, 1), (1, 4)])
