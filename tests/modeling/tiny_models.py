@@ -65,7 +65,7 @@ def assert_same_but_for_rounding(found: torch.Tensor, expected: torch.Tensor, fr
     difference = found - expected
     assert difference.norm() <= 1e-5 * expected.norm()
     assert (difference.norm(dim=-1) <= 1e-4 * expected.norm(dim=-1)).all()
-    if frac_bits == 20:
+    if frac_bits >= 20:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
